@@ -1,10 +1,11 @@
-"""Common setup: each test has its own cache and no progress output, and GPU tests run only with a GPU."""
+"""Common setup: each test has a new cache and no progress output, and GPU tests run only with a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import os
+import re
 import sys
 import textwrap
 import warnings
@@ -16,13 +17,14 @@ import pytest
 
 if TYPE_CHECKING:
     from helpers import SweepWatch
+    from tuned_functions import Notes
 
     from quarantune.scheduler.reference import Reference
     from quarantune.sweep.request import SweepRequest, Swept
     from quarantune.values.configs import Config
 
-pytest.register_assert_rewrite("agreeing", "helpers", "scripted")
-# Else, every process that a test starts would compile every module again.
+pytest.register_assert_rewrite("agreeing", "cached_functions", "helpers", "scripted")
+# Otherwise every process that a test starts compiles every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Lets each test process, and the processes it starts, measure without waiting for other test processes.
@@ -30,7 +32,7 @@ os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has processes that test all files begin with different ones: one finds compiled what another has compiled."""
+    """Makes test processes import all files in different orders, so that each finds files that others have compiled."""
     if not hasattr(config, "workerinput") or config.args != config.getini("testpaths"):
         return
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
@@ -40,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in names[first:] + names[:first]:
-            # pytest itself imports a file that fails once more, and tells why.
+            # pytest imports a file that fails again, and reports the reason.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Gives the test, and every process it starts, a cache of its own."""
+    """Gives the test, and every process it starts, a new cache."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("QUARANTUNE_CACHE_DIR", str(directory))
     monkeypatch.setenv("QUARANTUNE_PROGRESS", "0")
@@ -90,7 +92,7 @@ def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.fixture
 def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets two configs compile at a time on two or more cores, for tests whose result depends on no timing."""
+    """Lets at most two configs compile at a time, for tests whose results no timing affects."""
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
 
 
@@ -110,7 +112,7 @@ def _has_cuda() -> bool:
 
 @pytest.fixture
 def sweep_watch(monkeypatch: pytest.MonkeyPatch) -> SweepWatch:
-    """Watches the sweeps of this process; only here does anything stand between a call and its sweep."""
+    """Watches the sweeps of this process. No other fixture stands between a call and its sweep."""
     from helpers import SweepWatch
 
     from quarantune.sweep import sweep
@@ -147,7 +149,7 @@ def swept_configs(sweep_watch: SweepWatch) -> list[list[Config]]:
 
 @pytest.fixture
 def swept(sweep_watch: SweepWatch) -> list[list[Any]]:
-    """Notes the values of n that every sweep measures, without those whose program was measured before."""
+    """Notes the values of n that every sweep measures, without programs that were measured before."""
     started: list[list[Any]] = []
     running: list[SweepRequest] = []
 
@@ -168,27 +170,49 @@ def swept(sweep_watch: SweepWatch) -> list[list[Any]]:
 
 
 @pytest.fixture
+def findings(sweep_watch: SweepWatch) -> list[Swept]:
+    """Notes the findings of every sweep."""
+    done: list[Swept] = []
+    sweep_watch.on_end.append(done.append)
+    return done
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    """A file for notes of workers."""
+    from tuned_functions import Notes
+
+    return Notes(tmp_path / "notes")
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A different name for each test's function: a message that names the function appears once per process."""
+    return re.sub(r"\W+", "-", request.node.name).lower()
+
+
+@pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails the test if it starts a process, or asks for the template, which other tests may have started."""
+    """Fails the test if it starts a process or asks for the template, which another test may have started."""
     import jax
     import psutil
 
     from quarantune.sandbox import template
 
-    jax.devices()  # else a process looks for them, unless an earlier test has
+    jax.devices()  # otherwise a process looks for the devices, unless an earlier test did
 
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}
 
     before = children()
-    monkeypatch.setattr(template, "shared", lambda: pytest.fail("it starts a process"))
+    monkeypatch.setattr(template, "shared", lambda: pytest.fail("the test starts a process"))
     yield
     assert children() <= before
 
 
 @pytest.fixture
 def cpu_only() -> Iterator[None]:
-    """Has JAX choose the CPU, so that no process looks for other devices."""
+    """Makes JAX choose the CPU, so that no process looks for other devices."""
     import jax
 
     before = jax.config.jax_platforms
@@ -199,7 +223,7 @@ def cpu_only() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run_on_devices() -> Iterator[Callable[[Path, str, int], None]]:
-    """Runs programs, which may be indented, with warnings as errors; those with as many CPU devices share a process."""
+    """Runs programs with warnings as errors. Programs for equal numbers of CPU devices share a process."""
     from helpers import SUPPORT, child_environ
     from shared_python import SharedPython
 
@@ -242,7 +266,7 @@ def compiles() -> Iterator[list[str]]:
 
 @pytest.fixture
 def worker_memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """The memory that each scripted worker holds, by its number, which is its process id too."""
+    """The memory that each scripted worker holds, by its number, which is also its process id."""
     from quarantune.host import machine
 
     held: dict[int, int] = {}
@@ -256,7 +280,7 @@ def worker_memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 @pytest.fixture
 def reference() -> Iterator[Reference]:
-    """The outputs that a scheduler compares others with, where config 5 is that of the defaults."""
+    """The outputs that a scheduler compares others with; config 5 is the defaults."""
     from quarantune.scheduler.reference import Reference
 
     made = Reference(compares=True, default=5)

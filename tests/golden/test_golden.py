@@ -1,4 +1,4 @@
-"""What an earlier version wrote must be found: keys, fingerprints, entries and journals recorded in `data/`."""
+"""Keys, fingerprints, entries and journals of earlier versions, recorded in `data/`, are still found."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ def recorded(name: str) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # of other versions of JAX
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # entries of other versions of JAX
 @pytest.mark.parametrize("name", NAMES)
-def test_results_that_an_earlier_version_wrote_are_found(
-    kernels: Any, name: str, cache_dir: Path, sweeps: list[str]
-) -> None:
+def test_results_of_earlier_versions_are_found(kernels: Any, name: str, cache_dir: Path, sweeps: list[str]) -> None:
     ((entries),) = json.loads(recorded(name).read_text()).values()
     here = discovery.platform_and_kind(None)[1]
     cache_dir.mkdir()
@@ -61,7 +59,7 @@ def test_results_that_an_earlier_version_wrote_are_found(
     assert sweeps == []
 
 
-def test_journals_that_an_earlier_version_wrote_are_read(tmp_path: Path) -> None:
+def test_journals_of_earlier_versions_are_read(tmp_path: Path) -> None:
     shutil.copytree(DATA / "golden_cache" / "golden_kernels.plain.trials", tmp_path / "golden_kernels.plain.trials")
     ((device, entries),) = Store(DATA / "golden_cache").read("golden_kernels.plain").items()
     (key,) = entries
@@ -88,9 +86,7 @@ FIELDS_OF_A_RESULT = (
 )
 
 
-def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
-    kernels: Any, cache_dir: Path, tmp_path: Path
-) -> None:
+def test_new_files_have_the_fields_of_earlier_versions(kernels: Any, cache_dir: Path, tmp_path: Path) -> None:
     tuned = quarantune.autotune(kernels.SPACE, rep=1, **kernels.OPTIONS["plain"])(kernels.plain)
     with quarantune.settings(isolation="none"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -98,7 +94,7 @@ def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
     (path,) = cache_dir.glob("*.json")
     ((device, entries),) = json.loads(path.read_text()).items()
     ((key, entry),) = entries.items()
-    assert " ".join(name for name in entry if name != "commit") == FIELDS_OF_AN_ENTRY, "it is there in a repository"
+    assert " ".join(name for name in entry if name != "commit") == FIELDS_OF_AN_ENTRY, "only repositories have commits"
     assert " ".join(entry["search"]) == "name seed stopped seen space_size budget"
     for record in Journal(cache_dir, path.stem, device, key).records():
         assert " ".join(record) == "trial limits versions reference"
@@ -108,5 +104,5 @@ def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
     assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures program"}
     bare = dataclasses.replace(
         Trial.from_json(about["trials"][0]), figures=None, program=""
-    )  # as of a function that is not jitted
+    )  # like a trial of a plain function
     assert " ".join(bare.to_json()) == FIELDS_OF_A_TRIAL

@@ -1,7 +1,7 @@
-"""One rank of a `jax.distributed` program, each with a cache of its own; `test_rank_programs.py` starts four.
+"""One rank of a `jax.distributed` program, with its own cache; `test_rank_programs.py` starts four.
 
-Prints, for each case, the config with which this rank runs. The ranks pass files to each other to bring the cases
-about; nothing that they compute depends on these.
+Prints the config that this rank runs with in each case. The ranks pass files to each other to bring the cases about;
+the files do not affect the results.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def kernel(name: str, **options: Any) -> Any:
 
 
 def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
-    """Puts a config into this rank's cache, as an earlier program of its own would have."""
+    """Puts a config into this rank's cache, as an earlier program of this rank would have."""
     described = keyed(function._tuner.bind(args, {}))
     entry = {
         "config": config,
@@ -74,7 +74,7 @@ def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
 
 
 def used(function: Any) -> int:
-    """Calls a kernel, and returns the config that it ran with; 0 are its defaults."""
+    """Calls a kernel, and returns the config that it ran with; 0 stands for its defaults."""
     return int(function(X)[0])
 
 
@@ -92,7 +92,7 @@ def one_is_warm() -> None:
     if RANK == 2:
         warm(f, {"n": 2}, X)
     else:
-        await_notes("warm one")  # a rank that looks before would tune, which is right, too
+        await_notes("warm one")  # a rank that looks earlier would rightly tune
     results["one_is_warm"] = [used(f), f.lookup(X)["n"]]
     if RANK == 2:
         post("warm one")
@@ -125,8 +125,8 @@ def one_is_late() -> None:
 
 @case
 def the_tuner_fails() -> None:
-    # Without a config that may run, its tuner fails as it does where every config fails.
-    # The rule is the same code with the same values on all ranks, as it is part of the key.
+    # If no config may run, the tuner fails as if every config had failed.
+    # All ranks have the same rule, code and values, because it is part of the key.
     f = kernel("the_tuner_fails", prune_fn=lambda config, x: "FIRST_TO_FAIL" not in os.environ)
     if post("fails"):
         os.environ["FIRST_TO_FAIL"] = "1"
@@ -257,7 +257,7 @@ def contextual() -> None:
 
 @case
 def collectives_depend_on_it() -> None:
-    """Each config runs another number of collectives, so that ranks with different configs wait for ever."""
+    """Each config runs a different number of collectives, so ranks with different configs wait for ever."""
 
     @functools.partial(jax.jit, static_argnames=["n"])
     def spread(x: jax.Array, n: int = 0) -> jax.Array:
@@ -301,7 +301,7 @@ def without_workers() -> None:
 
 @case
 def executables_run_here() -> None:
-    """A worker numbers its devices from 0, and these are the numbers of rank 0 here."""
+    """A worker numbers its devices from 0; here rank 0 has these numbers."""
     if RANK == 2:
 
         @functools.partial(jax.jit, static_argnames=["n"])
@@ -369,7 +369,7 @@ if __name__ == "__main__":
     RANK, SHARED = int(sys.argv[1]), Path(sys.argv[3])
     LATE_S = float(os.environ.get("LATE_S", "0"))
     faulthandler.dump_traceback_later(float(os.environ.get("HUNG_S", "100")), exit=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
     logging.basicConfig(filename=SHARED / f"log {RANK}", level=logging.INFO, format="%(message)s")
     jax.distributed.initialize(
         f"localhost:{sys.argv[2]}", num_processes=RANKS, process_id=RANK, initialization_timeout=60

@@ -1,4 +1,4 @@
-"""Asserts that a sweep leaves processes, descriptors, threads, files and the environment as they were; has no tests."""
+"""Asserts that a sweep leaves processes, descriptors, threads, files and the environment unchanged; has no tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quarantune.host.process import SANDBOX_MARK
 from quarantune.sandbox import template
 
 MARK = "AFTERMATH_MARK"
-"""Environment variable that marks a program started by a test, so that all of its descendants can be found."""
+"""Environment variable that marks a program of a test, to find all of its descendants."""
 _PATIENCE_S = 60.0
 
 
@@ -35,7 +35,7 @@ def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_
 
 
 def carriers(name: str, value: str) -> list[int]:
-    """Returns the processes that were started with an environment variable, and their forks."""
+    """Returns the processes that started with an environment variable, and their forks."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -45,7 +45,7 @@ def carriers(name: str, value: str) -> list[int]:
 
 
 def running_templates() -> list[psutil.Process]:
-    """Returns the children of this process that are templates; there is at most one unless something is wrong."""
+    """Returns the children of this process that are templates: at most one, unless something is wrong."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -55,7 +55,7 @@ def running_templates() -> list[psutil.Process]:
 
 
 def strays() -> list[str]:
-    """Describes every process in the sandboxes of this process except its template, orphans included."""
+    """Describes every process in the sandboxes of this process except its template, with orphans."""
     templates = running_templates()
     allowed = {child.pid for child in templates[:1]}
     pids = {child.pid for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)}
@@ -65,7 +65,7 @@ def strays() -> list[str]:
 
 
 def left_of(process: psutil.Process) -> list[int]:
-    """Returns the descendants of a process that run, except for Python's own."""
+    """Returns the running descendants of a process, except for Python's resource tracker."""
     found = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -75,7 +75,7 @@ def left_of(process: psutil.Process) -> list[int]:
 
 
 def is_of_multiprocessing(process: psutil.Process) -> bool:
-    """Returns whether a process is one of Python's own that lives as long as a process that once used a pool."""
+    """Returns whether a process is Python's resource tracker, which stays after the use of a pool."""
     with contextlib.suppress(psutil.Error):
         return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
     return False
@@ -89,17 +89,15 @@ def _describe(pid: int) -> str:
 
 
 _PLACE = "q-"
-"""How the names of the tests' own directories for temporary files begin."""
+"""Start of the names of the tests' directories for temporary files."""
 
 
 @pytest.fixture
 def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives the test its own TMPDIR, and starts the template."""
-    with contextlib.suppress(
-        ImportError
-    ):  # its first import sets environment variables where a GPU plugin is installed
+    """Gives the test a new TMPDIR, and starts the template."""
+    with contextlib.suppress(ImportError):  # the first import of a GPU plugin sets environment variables
         importlib.import_module("jax.experimental.mosaic.gpu")
-    # Not `tmp_path`, whose path is too long for the socket of a multiprocessing server.
+    # `tmp_path` is too long for the socket of a multiprocessing server.
     with tempfile.TemporaryDirectory(prefix=_PLACE, ignore_cleanup_errors=True) as directory:
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -121,7 +119,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert eventually(lambda: not strays()), strays()
     assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
-    # Other tests, which run at the same time, may remove theirs.
+    # Other tests run at the same time and may remove their files.
     assert eventually(lambda: set(_temporary()) <= files), f"{set(_temporary()) - files}"
     assert eventually(lambda: set(shared_memory()) <= shared), f"{shared} -> {shared_memory()}"
     assert _place() == place, _differences(place, _place())
@@ -148,7 +146,7 @@ def descriptors() -> dict[str, int]:
     """Returns how many descriptors of each kind this process holds."""
     kinds: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed
             kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}"))] += 1
     return dict(sorted(kinds.items()))
 
@@ -156,8 +154,8 @@ def descriptors() -> dict[str, int]:
 def shared_memory() -> list[str]:
     """Returns the names in /dev/shm, except for semaphores of `multiprocessing` and files of browsers.
 
-    The whole machine shares it: other tests, which run at the same time, make files there and remove them. A file whose
-    name holds the number of a living process is left out, unless that is this process or descends from it.
+    The whole machine shares it: other tests make and remove files there at the same time. A file with the number of a
+    living process in its name is left out, unless that is this process or its descendant.
     """
     names = [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
     return [name for name in names if not _is_of_another(name)]

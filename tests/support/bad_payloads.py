@@ -1,6 +1,6 @@
-"""A tuned kernel whose results misbehave in the measuring worker that builds them; this module has no tests.
+"""A tuned kernel with results that misbehave when the measuring worker builds them; this module has no tests.
 
-An executable compiled in another process runs Python code only where its results are built: JAX makes a named tuple by
+An executable compiled in another process runs Python code only to build its results: JAX makes a named tuple by
 calling its class.
 """
 
@@ -19,7 +19,7 @@ import quarantune
 from quarantune.host.process import in_sandbox
 
 CRASHES = "BAD_PAYLOADS_CRASHES"
-"""Environment variable with the path of a file to which every process adds its id before it crashes."""
+"""Environment variable with the path of a file; every process adds its id to the file before it crashes."""
 ACTS = ("good", "good again", "poison", "victim", "segfault", "hang", "exit", "fail", "starve")
 _is_poisoned = False
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 class Result(Pair):
-    """Two arrays, the first of which selects the act that happens when the result is built."""
+    """Two arrays; the first selects the act that happens when JAX builds the result."""
 
     def __new__(cls, act: Any, value: Any) -> Result:
         if isinstance(act, (jax.Array, np.ndarray)) and not isinstance(act, jax.core.Tracer):
@@ -68,7 +68,7 @@ def _do(act: str) -> None:
     timeout=30,
     compile_timeout=30,
     memory_limit="200MB",
-    ref_fn=None,  # results differ in their act
+    ref_fn=None,  # results differ by their act
 )
 @functools.partial(jax.jit, static_argnames=["space", "act"])
 def kernel(x, space=(), act: str = "good"):

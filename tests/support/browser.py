@@ -1,4 +1,4 @@
-"""Drives headless Chromium through chromedriver, with the standard library alone."""
+"""Drives headless Chromium through chromedriver, using only the standard library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MISSING = "needs chromium and chromedriver (on Debian: apt-get install chromium 
 
 _FLAGS = [
     "--headless",
-    "--no-sandbox",  # it refuses to run as root with one, and loads only pages of ours
+    "--no-sandbox",  # root may not use the sandbox; only our pages are loaded
     "--disable-gpu",
     "--disable-quic",
     "--disable-dev-shm-usage",
@@ -43,26 +43,26 @@ class Browser:
         self._session = f"{address}/session/{session}"
 
     def open(self, page: Path) -> None:
-        """Loads a page from disk, and waits until it is drawn."""
+        """Loads a page from disk, and waits for it to be drawn."""
         self._ask("url", url=page.as_uri())
         self.run("return document.readyState")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Returns what a script returns."""
+        """Runs a script and returns its result."""
         return self._ask("execute/sync", script=script, args=list(arguments))
 
     def click(self, selector: str) -> None:
-        """Clicks on an element, as a person does: it has to be visible."""
+        """Clicks on an element, which must be visible, as for a person."""
         self._ask(f"element/{self._find(selector)}/click")
 
     def type(self, selector: str, text: str) -> None:
-        """Types into an element in place of its text."""
+        """Replaces an element's text by typing."""
         element = self._find(selector)
         self._ask(f"element/{element}/clear")
         self._ask(f"element/{element}/value", text=text)
 
     def press(self, *keys: str) -> None:
-        """Presses keys one after another, wherever the focus is."""
+        """Presses keys one after another, at the focus."""
         steps = [{"type": kind, "value": _KEYS[key]} for key in keys for kind in ("keyDown", "keyUp")]
         self._ask("actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
 
@@ -81,12 +81,12 @@ class Browser:
         self._ask("window/rect", width=width, height=height)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Saves what the window shows, or the whole page."""
+        """Saves a picture of the window or of the whole page."""
         shot = self._ask("goog/cdp/execute", cmd="Page.captureScreenshot", params={"captureBeyondViewport": whole})
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def accessible(self) -> list[tuple[str, str]]:
-        """Returns the role and the name of everything that a screen reader finds."""
+        """Returns the role and the name of each element that a screen reader finds."""
         self._ask("goog/cdp/execute", cmd="Accessibility.enable", params={})
         tree = self._ask("goog/cdp/execute", cmd="Accessibility.getFullAXTree", params={})
         found = [node for node in tree["nodes"] if not node.get("ignored")]
@@ -109,8 +109,8 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
-    """Starts a browser with a profile of its own, and ends it and its driver."""
-    # A browser may leave temporary files; their paths must be short, because sockets are among them.
+    """Starts a browser with a new profile, and ends it and its driver."""
+    # A browser may leave temporary files. Their paths must be short, because some are sockets.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, _driver(place) as address:
         options = {"binary": CHROMIUM, "args": [*_FLAGS, f"--user-data-dir={directory / 'profile'}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
@@ -124,7 +124,7 @@ def browser(directory: Path) -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def _driver(place: str) -> Iterator[str]:
-    """Runs a driver with its temporary files in a place of its own, and gives its address."""
+    """Runs a driver with a new directory for temporary files, and yields its address."""
     assert CHROMEDRIVER is not None
     driver = subprocess.Popen(
         [CHROMEDRIVER, "--port=0"],
@@ -145,7 +145,7 @@ def _driver(place: str) -> Iterator[str]:
 def _request(address: str, method: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method=method)
-    # Without a proxy, whatever the environment names: the driver is on this machine.
+    # The driver is on this machine, so ignore proxies of the environment.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=280) as answer:

@@ -1,7 +1,7 @@
-"""Programs that compute the same but for rounding, and programs with a bug, to see how the check tells them apart.
+"""Programs that differ only by rounding, and programs with a bug, to see how well the check separates them.
 
 Each family is one function of plain JAX with the variants of a kernel: block sizes, orders of summation and precisions
-of intermediate values that an author would call equal, and the mistakes that kernels really have. Run as a script, it
+of intermediate values that an author would call equal, and mistakes of real kernels. Run as a script, this module
 prints the table of docs/correctness.md:
 
     python tests/support/check_corpus.py [--seeds N] [--jobs N] [--all]
@@ -37,7 +37,7 @@ class Family:
         name: its name and dtype.
         fn: the function; `how` are the keyword arguments of a variant.
         args: makes the arguments from a seed.
-        honest: variants that differ by rounding alone.
+        honest: variants that differ only by rounding.
         bugs: variants that are wrong.
     """
 
@@ -50,14 +50,14 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """How one variant was judged.
+    """The verdict on one variant.
 
     Attributes:
         family: the name of its family.
         how: the variant.
         is_bug: whether it is wrong.
-        reason: how the check found it wrong; None where it passed.
-        ratio: how far the worst of its measures is beyond its bound; below 1 where it passed.
+        reason: the check's message for a wrong variant; None if it passed.
+        ratio: the worst measure divided by its bound; below 1 if the variant passed.
     """
 
     family: str
@@ -80,7 +80,7 @@ def _wide(x: Any) -> Any:
 
 
 def _noisy_tail(x: Any, count: int) -> Any:
-    """Replaces the last rows by what memory might hold."""
+    """Replaces the last rows by values that memory might hold."""
     return x.at[-count:].set(jnp.asarray(jnp.arange(x[-count:].size).reshape(x[-count:].shape) % 7, x.dtype))
 
 
@@ -197,7 +197,7 @@ def attention(
 
 
 def looped_attention(q: Any, k: Any, v: Any, *, rows: int = 128, keys: int = 128, bug: str = "") -> Any:
-    """Attention whose blocks are the steps of loops: `scan` over keys inside of `map` over queries."""
+    """Attention by loops over blocks: a `scan` over keys inside a `map` over queries."""
     size = q.shape[-1]
     blocks = k.reshape(-1, keys, size), v.reshape(-1, keys, size), jnp.arange(len(k)).reshape(-1, keys)
 
@@ -272,7 +272,7 @@ def cumsum(x: Any, *, block: int = 0, how: str = "", bug: str = "") -> Any:
 
 
 def recurrence(a: Any, x: Any, *, block: int = 0, bug: str = "") -> Any:
-    """h[t] = a[t] h[t-1] + x[t], one by one, or in blocks whose carries are combined."""
+    """h[t] = a[t] h[t-1] + x[t], one by one, or in blocks with combined carries."""
 
     def combine(left: Any, right: Any) -> Any:
         return left[0] * right[0], right[0] * left[1] + right[1]
@@ -347,7 +347,7 @@ def mlp(x: Any, up: Any, down: Any, *, block: int = 0, narrow: bool = True, bug:
 
 
 def gradient_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function that returns the gradients of a weighted mean of a function's output."""
+    """Returns a function for the gradients of a weighted mean of another function's output."""
 
     def gradients(*args: Any, **how: Any) -> Any:
         bug = how.pop("bug", "")
@@ -380,7 +380,7 @@ def _normal(*shapes: tuple[int, ...], dtype: Any = "float32", scale: float = 1.0
 
 
 def _cancelling(generator: np.random.Generator) -> tuple[Any, ...]:
-    """Returns factors whose products exceed float16 on the way, and cancel in the end."""
+    """Returns factors; intermediate products exceed float16, and cancel in the end."""
     a, b = (np.abs(generator.standard_normal(shape)) * 24 for shape in ((64, 512), (512, 64)))
     b[256:] *= -1
     return jnp.asarray(a, "float16"), jnp.asarray(b, "float16")
@@ -401,7 +401,7 @@ def families(scale: int = 1) -> list[Family]:
     """Returns the corpus.
 
     Args:
-        scale: how much larger than for a CPU its arrays are.
+        scale: size of its arrays, as a multiple of the sizes for a CPU.
     """
     n = 256 * scale
     blocks = [64 * scale, 128 * scale, 256 * scale, 512 * scale]
@@ -638,7 +638,7 @@ def judged(family: Family, seed: int) -> Iterator[Judged]:
 
 
 def _wider(family: Family, args: tuple[Any, ...]) -> list[Any]:
-    """Returns what a family's defaults compute on wider inputs."""
+    """Returns the output of a family's defaults on wider inputs."""
     to = "float32" if min(arg.dtype.itemsize for arg in args) < 4 else "float64"
     with jax.enable_x64(to == "float64"), jax.default_matmul_precision("highest"):
         wide = [jnp.asarray(np.asarray(arg), to) for arg in args]
@@ -646,7 +646,7 @@ def _wider(family: Family, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _ratio(got: Any, wanted: Any, allowance: rounding.Allowance) -> float:
-    """Returns how far the worst of an output's measures is beyond its bound."""
+    """Returns the worst of an output's measures divided by its bound."""
     with np.errstate(all="ignore"):
         mine, its = got.astype(np.float64).reshape(-1), wanted.astype(np.float64).reshape(-1)
         if not np.array_equal(np.isfinite(mine), np.isfinite(its)):
@@ -654,7 +654,7 @@ def _ratio(got: Any, wanted: Any, allowance: rounding.Allowance) -> float:
         columns = got.shape[-1] if got.ndim else 1
         limit = rounding.allowed(np, allowance.block, allowance.column, allowance.limits, its, start=0, columns=columns)
         each = np.nan_to_num(np.abs(mine - its) / limit)
-        # The element at the edge of the share that may differ by more.
+        # The element at the edge of the share that may differ more.
         usual = float(np.sort(each)[-1 - math.floor(allowance.share * each.size)])
         _, sums = rounding.deviations(np, mine, its)
         rms = math.sqrt(sums[3] / its.size) or 1.0
@@ -685,7 +685,7 @@ def _of_family(place: int, scale: int, seeds: int) -> list[Judged]:
 
 
 def main() -> None:
-    """Prints the variants that were misjudged, and the table."""
+    """Prints the misjudged variants, and the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=1, help="sets of inputs for each program")
     parser.add_argument("--scale", type=int, default=1, help="how much larger than for a CPU the arrays are")

@@ -1,9 +1,9 @@
-"""Edits kernels at random, and asks whether a saved result is used for another program, or measured again for the same.
+"""Edits kernels at random, and counts saved results that another program uses and programs that are measured again.
 
-Twelve kernels, of the examples and of JAX's own Pallas kernels, are tuned once. Then each edit is imported in the place
-of the original. The truth about it is the lowered text of every config, compared with the original's. A saved result is
-*misused* if a call would run it although the text of the winner differs. An edit is *measured again* if it changes no
-text, and a sweep measures a config of it all the same.
+It tunes twelve kernels of the examples and of JAX once. Then it imports each edit in place of the original, and
+compares the lowered text of every config with the original's. A saved result is *misused* if a call would run it
+although the text of the winner differs. An edit is *measured again* if it changes no text and a sweep still measures a
+config of it.
 
     python tests/support/check_edits.py [--edits N] [--seed S] [--kernels NAME ...]
 """
@@ -44,8 +44,8 @@ class Kernel:
     """A kernel to edit.
 
     Attributes:
-        file: where its code is.
-        call: the jitted function that is tuned, as the code of a module that has imported the file's content.
+        file: the file with its code.
+        call: the jitted function to tune, as code for a module with the file's content.
         space: the configs.
         shapes: the shapes of the arguments.
     """
@@ -194,7 +194,7 @@ def a_branch(rng: random.Random, tree: ast.Module) -> None:
 
 
 def a_function_of_jax(rng: random.Random, tree: ast.Module) -> None:
-    """Calls another function of JAX's."""
+    """Calls another function of JAX."""
     other = {"exp": "exp2", "sum": "max", "max": "sum", "maximum": "minimum", "sin": "cos", "ones": "zeros"}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in other]
     node = rng.choice(found)
@@ -268,7 +268,7 @@ def lines(rng: random.Random, tree: ast.Module) -> None:
     """Adds comments and empty lines."""
     function = rng.choice(_functions(tree))
     added = f"# edited {rng.random()}\n" + rng.choice(["", "\n", "# and more\n"]) * rng.randrange(20)
-    # A name is written as it is. Comments need no indentation.
+    # Names stay as they are. Comments need no indentation.
     function.body.insert(rng.randrange(len(function.body)), ast.Expr(ast.Name(added)))
 
 
@@ -300,7 +300,7 @@ def source_of(kernel: Kernel, edit: Callable[[ast.Module], None] | None = None) 
 
 
 class Edited:
-    """A module that is written, imported and asked again and again, in a directory of its own."""
+    """A module in a new directory, written, imported and looked up again for each edit."""
 
     def __init__(self, kernel: Kernel, directory: Path) -> None:
         self.kernel, self.directory = kernel, directory
@@ -318,13 +318,13 @@ class Edited:
         return importlib.import_module("edited_module").tuned
 
     def texts(self, tuned: Any) -> dict[str, str]:
-        """Returns the lowered text of each config, with functions numbered in place of their names."""
+        """Returns the lowered text of each config, with numbers in place of function names."""
         return {str(config): self.text(tuned, config) for config in _grid(self.kernel.space)}
 
     def text(self, tuned: Any, config: dict[str, Any]) -> str:
         """Returns the lowered text of one config."""
         text = tuned.__wrapped__.lower(*self.arguments, **config).as_text()
-        # One name for all would hide that another function is called.
+        # One name for all would hide a call of a different function.
         numbers: dict[str, int] = {}
         return re.sub(r"@[\w.]+", lambda name: f"@{numbers.setdefault(name[0], len(numbers))}", text)
 
@@ -338,7 +338,7 @@ def _grid(space: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def cache(directory: Path) -> Iterator[None]:
-    """Has the block use a copy of a cache directory."""
+    """Makes the block use a copy of a cache directory."""
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(directory, copy, dirs_exist_ok=True)
         with quarantune.settings(cache_dir=copy, progress=False):
@@ -346,11 +346,11 @@ def cache(directory: Path) -> Iterator[None]:
 
 
 def check(edited: Edited, originals: dict[str, str], saved: Path, source: str, *, in_trace: bool) -> list[str]:
-    """Returns what happened with one edit, as the columns of the table."""
+    """Returns the columns of the table that apply to one edit."""
     try:
         tuned = edited.load(source)
         texts = edited.texts(tuned)
-    except Exception:  # it cannot be imported or traced
+    except Exception:  # the edit cannot be imported or traced
         return ["not traced"]
     is_equal = texts == originals
     found = ["equal" if is_equal else "different"]
@@ -368,7 +368,7 @@ def check(edited: Edited, originals: dict[str, str], saved: Path, source: str, *
                     found.append("misused")
             except quarantune.CacheMissError:
                 pass
-            except Exception:  # it has no gradient
+            except Exception:  # the edit has no gradient
                 found.append("no gradient")
     found.append("hit" if config is not None else "miss")
     if is_equal and config is None:
@@ -380,7 +380,7 @@ def check(edited: Edited, originals: dict[str, str], saved: Path, source: str, *
 
 
 def run(names: list[str], edits: int, seed: int) -> dict[str, collections.Counter[str]]:
-    """Returns the table: what happened, by kernel."""
+    """Returns the counts of each kernel."""
     warnings.simplefilter("ignore")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
@@ -399,7 +399,7 @@ def run(names: list[str], edits: int, seed: int) -> dict[str, collections.Counte
                 edit = rng.choice(EDITS)
                 try:
                     source = source_of(kernel, functools.partial(edit, rng))
-                except IndexError:  # there is nothing to edit
+                except IndexError:  # the kernel has nothing for this edit
                     continue
                 if source == source_of(kernel):
                     continue

@@ -4,7 +4,7 @@
     python tests/support/count_code.py --files      # with a row for each file
     python tests/support/count_code.py tests        # another directory
 
-A line counts once if it holds code: comments, docstrings (those of constants, too) and blank lines do not.
+A line counts once if it holds code. Comments, blank lines and docstrings, also of constants, do not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def count(file: Path) -> Count:
 
 
 def _lines_of_docstring(node: ast.AST) -> range:
-    """Returns the lines of a text that stands alone as a statement."""
+    """Returns the lines of a text that is a statement."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return range(node.lineno, (node.end_lineno or 0) + 1)
     return range(0)
@@ -57,7 +57,7 @@ def _lines_of_docstring(node: ast.AST) -> range:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path, default=Path(__file__).parents[2] / "src" / "quarantune")
-    parser.add_argument("--files", action="store_true", help="print a row for each file, too")
+    parser.add_argument("--files", action="store_true", help="also print a row for each file")
     options = parser.parse_args()
     found = {file.relative_to(options.directory): count(file) for file in sorted(options.directory.rglob("*.py"))}
     packages = collections.defaultdict(list)

@@ -1,10 +1,10 @@
-"""Counts what makes `src/quarantune` hard to follow, from the source alone: circles of imports, and repeated decisions.
+"""Counts circles of imports and repeated decisions in the source, which make `src/quarantune` hard to follow.
 
     python tests/support/count_structure.py              # src/quarantune
     python tests/support/count_structure.py src/other    # another package
 
-Imports in functions and for type checking count, too. `from package.x import y` imports the file of `y` if `y` is a
-module. An `__init__.py` counts only if it is imported itself, or a name from it.
+Imports in functions and for type checking also count. `from package.x import y` imports the file of `y` if `y` is a
+module. An `__init__.py` counts only if a file imports it or a name from it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FLAGS = frozenset(
         "only_compiles",
     ]
 )
-"""Names that say where a trial runs, or how."""
+"""Names that show where or how a trial runs."""
 _ENUMS = ("Route", "Isolation", "Mode")
 
 
@@ -69,7 +69,7 @@ class Import(NamedTuple):
 
 
 class Structure:
-    """The files of a package, and what is counted of them."""
+    """The files of a package, and their counts."""
 
     def __init__(self, package: Path = PACKAGE) -> None:
         self._root = package.name
@@ -84,13 +84,13 @@ class Structure:
 
     @functools.cached_property
     def _nodes(self) -> dict[str, list[ast.AST]]:
-        """What may be counted, by file; circles need none of it."""
+        """The nodes that counts need, by file; circles need no nodes."""
         counted = (*_FUNCTIONS, ast.Call, ast.Compare, ast.MatchValue)
         trees = self._trees.items()
         return {file: [node for node in ast.walk(tree) if isinstance(node, counted)] for file, tree in trees}
 
     def circles(self) -> list[list[str]]:
-        """Returns the files of each circle of imports: those that reach each other."""
+        """Returns each circle of imports: the files that reach each other."""
         reached = {file: self._reached_from(file) for file in self._trees}
         found = {
             tuple(sorted(other for other in reached[file] if file in reached[other]))
@@ -100,7 +100,7 @@ class Structure:
         return sorted(map(list, found))
 
     def names_between(self, files: list[str]) -> list[str]:
-        """Returns a line for each pair of files of a circle of which one imports names from the other."""
+        """Returns a line for each pair of files in a circle: the names that one imports from the other."""
         between = collections.defaultdict(set)
         for each in self.imports:
             if each.importer in files and each.imported in files:
@@ -121,7 +121,7 @@ class Structure:
         return counts
 
     def asking_lines(self) -> collections.Counter[str]:
-        """Returns by file how many lines ask a route, or a flag, where a trial runs: in conditions of all kinds."""
+        """Returns by file the number of lines with a condition on where a trial runs: on a route or a flag."""
         found = {file: _asking_lines(tree) for file, tree in self._trees.items()}
         return +collections.Counter({file: len(lines) for file, lines in found.items()})
 

@@ -7,5 +7,5 @@ from helpers import deadline_s
 
 
 def haste() -> dict[str, float]:
-    """Returns what a hanging config gets; a busy machine may take several times as long as usual for the others."""
+    """Returns deadlines for a hanging config; other configs may need several times as long on a busy machine."""
     return dict.fromkeys(("timeout", "compile_timeout"), deadline_s(1.5))

@@ -1,6 +1,6 @@
-"""The code blocks of the documents: which are run, which are not and why, and a page as a script.
+"""The code blocks of the documents: whether they run, why not, and a page as a script.
 
-`python tests/support/document_blocks.py` prints the quick start as a shell script, to be run in a clean checkout.
+`python tests/support/document_blocks.py` prints the quick start as a shell script for a clean checkout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RUN = ("python", "bash")
-"""The languages of blocks that are run."""
+"""The languages of blocks that run."""
 _PROSE = ("", "text")
 """The languages of blocks that are diagrams or output."""
 
@@ -27,9 +27,9 @@ class Block:
 
     Attributes:
         line: the number of its first line of code, counted from 1.
-        language: the word after the fence; `python` for code in a comment, which readers do not see.
+        language: the word after the fence; `python` for code in a comment, hidden from readers.
         code: without its indentation.
-        reason: why it is not run; None where it has to be.
+        reason: the reason for not running it; None if it must run.
     """
 
     line: int
@@ -39,14 +39,14 @@ class Block:
 
 
 def documents() -> list[str]:
-    """Returns the documents whose blocks have to run, relative to the root."""
+    """Returns the documents with blocks that must run, relative to the root."""
     pages = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
     others = ("README.md", "CONTRIBUTING.md", "examples/benchmarks/README.md")
     return [*(name for name in others if (ROOT / name).exists()), *pages]
 
 
 def blocks_of(text: str) -> list[Block]:
-    """Returns the blocks of a document, those in `run first` comments included, without directives of Sphinx."""
+    """Returns the blocks of a document and its `run first` comments, without Sphinx directives."""
     lines = text.split("\n")
     blocks, reason, position = [], None, 0
     while position < len(lines):
@@ -72,7 +72,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def script_of(text: str) -> str:
-    """Returns a document's blocks as one script, whose lines have the numbers that they have in the document."""
+    """Returns a document's blocks as one script with the line numbers of the document."""
     script = [""] * (text.count("\n") + 2)
     for block in blocks_of(text):
         if block.reason is not None:
@@ -95,7 +95,7 @@ def quick_start() -> tuple[str, list[str]]:
 
 
 def shell(code: str) -> None:
-    """Runs a block of shell commands, and fails where one of them does."""
+    """Runs a block of shell commands, and fails if a command fails."""
     import subprocess
 
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)

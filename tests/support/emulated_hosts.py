@@ -1,7 +1,7 @@
-"""Hosts on one machine, each with a name, a network, a boot id and a /tmp of its own; this file contains no test.
+"""Hosts on one machine, with separate names, networks, boot ids and /tmp; this file contains no test.
 
-A host is a process in namespaces of its own. It ends with the test's process, and the kernel removes the namespaces,
-their devices and their mounts with their last process: nothing stays, whatever happens to the test.
+A host is a process in new namespaces. It ends with the test's process, and the kernel removes the namespaces with their
+devices and mounts when their last process ends: nothing stays, whatever happens to the test.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
-    """Starts hosts that are connected by a switch; each has the device `eth0`, without an address.
+    """Starts hosts on one switch; each has the device `eth0`, without an address.
 
     Args:
         directory: an empty directory.
@@ -67,7 +67,7 @@ def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
     if missing := next((tool for tool in ("ip", "nsenter", "unshare", "hostname") if shutil.which(tool) is None), None):
         pytest.skip(f"needs the command {missing}")
     if Path(__file__).is_relative_to("/tmp"):
-        pytest.skip("hosts have a /tmp of their own, which hides this checkout")
+        pytest.skip("each host mounts a new /tmp, which would hide this checkout")
     with contextlib.ExitStack() as running:
         switch, *started = [running.enter_context(_host(directory, name)) for name in ("switch", *names)]
         try:
@@ -95,14 +95,14 @@ def _host(directory: Path, name: str) -> Iterator[Host]:
         assert keeper.stderr is not None
         try:
             if keeper.stdout.readline() != "ready\n":
-                pytest.skip(f"needs namespaces of its own: {keeper.stderr.read().strip()}")
+                pytest.skip(f"this machine does not allow new namespaces: {keeper.stderr.read().strip()}")
             yield Host(name, keeper.pid)
         finally:
             keeper.stdin.close()
 
 
 class Machines(Executor):
-    """An engine whose workers run on hosts, one on each.
+    """An engine with one worker on each host.
 
     Args:
         hosts: the hosts.
@@ -119,7 +119,7 @@ class Machines(Executor):
             thread.start()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Gives the task to the next worker that is idle."""
+        """Gives the task to the next idle worker."""
         future: Future[Any] = Future()
         self._tasks.put((future, pickle.dumps((fn, args, kwargs))))
         return future
@@ -154,7 +154,7 @@ def _receive(stream: IO[bytes]) -> bytes:
 
 
 def _work() -> None:
-    """Runs the tasks that come, as a worker of an engine."""
+    """Runs incoming tasks, as a worker of an engine."""
     results, sys.stdout = sys.stdout.buffer, sys.stderr
     while data := _receive(sys.stdin.buffer):
         try:

@@ -27,7 +27,7 @@ def work(x: Any, n: int) -> Any:
 
 @functools.partial(jax.jit, static_argnames=["place", "n"])
 def noted(x: Any, place: str, n: int = 3) -> Any:
-    """Notes in `place` that a worker traced it, and waits there while a gate for `n` is shut."""
+    """Notes its trace in `place`, and waits there while a gate for `n` is shut."""
     if in_sandbox() and place:
         with (Path(place) / "notes").open("a") as notes:
             notes.write(f"{n} {engine_pid()}\n")
@@ -46,7 +46,7 @@ def deadly(x: Any, n: int = 3) -> Any:
 
 
 def threads_of(x: Any, n: int) -> Any:
-    """Fails unless the process has the limits of threads that `x` lists, as it did when it started."""
+    """Fails unless the process has had the thread limits in `x` since its start."""
     told = Path("/proc/self/environ").read_text().split("\0") if n < 0 else [f"{k}={v}" for k, v in os.environ.items()]
     expected = [f"OMP_NUM_THREADS={int(x[0])}"] if x[0] else []
     assert [item for item in told if item.startswith("OMP_NUM_THREADS=")] == expected
@@ -56,5 +56,5 @@ def threads_of(x: Any, n: int) -> Any:
 
 @functools.partial(jax.jit, static_argnames=["n", "same"])
 def plain(x: Any, n: int = 1, same: int = 0) -> Any:
-    """Notes nothing, and does not depend on `same`."""
+    """Writes no note, and does not depend on `same`."""
     return work(x, n)

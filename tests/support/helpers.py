@@ -22,7 +22,7 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
-"""The directory that a program must have on its import path to import quarantune."""
+"""The directory on the import path that makes quarantune importable."""
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = Path(__file__).parent
@@ -32,11 +32,11 @@ PROGRAMS = SUPPORT.with_name("programs")
 everywhere = pytest.mark.parametrize(
     "isolation", ["process", "none", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.long])]
 )
-"""Runs a test with configs in workers, in this process, and compiled there but measured here; see `isolated`."""
+"""Runs a test with configs in workers, with configs in this process, and compiled there but measured here."""
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """Returns the values of a parameter that tests of the fixture's module ask for in this session."""
+    """Returns the values of a parameter in this session's tests of the fixture's module."""
     items = (item for item in request.session.items if item.path == request.path)
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return sorted({param[parameter] for param in params if parameter in param})
@@ -57,22 +57,22 @@ def ends(trials: Iterable[Trial]) -> list[str]:
 
 
 def change_version(directory: Path, package: str, version: str) -> None:
-    """Has all files of a cache say that they were made with another version of a package."""
+    """Makes all files of a cache state another version of a package."""
     for file in filter(Path.is_file, directory.rglob("*")):
         text = re.sub(rf'("{package}": ?)"[^"]*"', rf'\1"{version}"', file.read_text())
-        # Each record of a journal begins with its checksum.
+        # A record of a journal starts with its checksum.
         text = re.sub(r"(?m)^[0-9a-f]{8} (.*)$", lambda line: f"{zlib.crc32(line[1].encode()):08x} {line[1]}", text)
         file.write_text(text)
 
 
 def deadline_s(quiet_s: float) -> float:
-    """Returns a deadline that most configs meet and one that hangs misses: longer where much else wants to run."""
+    """Returns a deadline that ordinary configs meet: longer on a busy machine."""
     return round(quiet_s * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 1)
 
 
 @contextlib.contextmanager
 def refused(path: Path, mode: int) -> Iterator[None]:
-    """Gives a path permissions that bind this process in the block, even where it is root's."""
+    """Gives a path permissions that bind this process in the block, even if it runs as root."""
     user, before = os.geteuid(), path.stat().st_mode
     ways = {parent: parent.stat().st_mode for parent in path.parents if parent.stat().st_mode & 0o011 != 0o011}
     for parent, way in ways.items():
@@ -92,7 +92,7 @@ def refused(path: Path, mode: int) -> Iterator[None]:
 
 
 class SweepWatch:
-    """The functions that are called with the request and the configs of every sweep, and with its findings."""
+    """Functions to call with the request and the configs of every sweep, and with its findings."""
 
     def __init__(self) -> None:
         self.on_begin: list[Callable[[SweepRequest, Mapping[int, Config]], object]] = []
@@ -108,8 +108,8 @@ def child_environ(*path: Path | str, **changes: str | None) -> dict[str, str]:
     """Returns the environment for a program of a test.
 
     Args:
-        *path: directories in which it finds modules, besides those of quarantune.
-        **changes: variables; None for those that it shall lack.
+        *path: further directories on its import path.
+        **changes: variables; None removes a variable.
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, *path))), **changes}
     return {name: value for name, value in environ.items() if value is not None}
@@ -123,15 +123,15 @@ def run_python(
     timeout_s: float = 280,
     **changes: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process of its own, and waits for its end, whichever that is.
+    """Runs Python in a new process, and waits until it succeeds or fails.
 
     Args:
-        *arguments: the command line behind `python`: options, a file or a program, and its arguments.
-        path: directories in which it finds modules, besides those of quarantune.
-        before: a command that runs the command that follows it, as `unshare` does.
-        cwd: the directory in which it runs.
-        timeout_s: the longest that it may take; a test has 300 s.
-        **changes: variables of its environment; None for those that it shall lack.
+        *arguments: the command line after `python`: options, a file or a program, and its arguments.
+        path: further directories on its import path.
+        before: a command that runs the command after it, as `unshare` does.
+        cwd: its working directory.
+        timeout_s: the longest time for it; a test has 300 s.
+        **changes: variables of its environment; None removes a variable.
     """
     return subprocess.run(
         [*before, sys.executable, *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""Functions of arrays that are made when this module is imported; see `honest_programs`."""
+"""Functions of arrays that are made on import of this module; see `honest_programs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of libraries whose parameters are made when this one is imported; see `honest_programs`."""
+"""Library modules whose parameters are made on import of this file; see `honest_programs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of which workers and callers trace one program, or programs that differ for no value's sake; for a test.
+"""Functions that workers and callers trace to equal programs, or to programs that differ in no value; has no tests.
 
 This module makes no arrays, so that workers are forked with it."""
 
@@ -90,7 +90,7 @@ def order_of_a_set(x, n: int = 1):
 
 @tuned(X)
 def devices_of_the_process(x, n: int = 1):
-    # Workers and callers may have other devices; here, the number of the process stands for that.
+    # Workers and callers may have different devices; the process number stands for that here.
     return x * jax.device_count() * (os.getpid() % 10_000) * n
 
 

@@ -1,4 +1,4 @@
-"""Tunes the functions of `honest_programs` and the modules beside it."""
+"""Tunes the functions of `honest_programs`, `honest_arrays` and `honest_modules`."""
 
 from __future__ import annotations
 

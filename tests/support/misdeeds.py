@@ -34,14 +34,14 @@ class UnspeakableError(Exception):
 
 
 class Secretive(type):
-    """A class of classes that say nothing about themselves."""
+    """A class of classes without readable names."""
 
     def __getattribute__(cls, name: str) -> NoReturn:
         raise RuntimeError("nothing to see")
 
 
 class ClasslessError(Exception):
-    """An exception that cannot be asked for its type."""
+    """An exception without a readable type."""
 
     @property
     def __class__(self) -> NoReturn:
@@ -49,21 +49,21 @@ class ClasslessError(Exception):
 
 
 class OddText(str):
-    """A text that cannot be used as one."""
+    """A string whose methods fail."""
 
     def __getitem__(self, place: object) -> NoReturn:
         raise RuntimeError("no letters")
 
 
 class OddError(Exception):
-    """An exception whose message is such a text."""
+    """An exception with an `OddText` as its message."""
 
     def __str__(self) -> str:
         return OddText("odd" * 2000)
 
 
 def fail() -> NoReturn:
-    raise ArithmeticError("this config is no good")
+    raise ArithmeticError("this config is bad")
 
 
 def fail_unspeakably() -> NoReturn:
@@ -116,11 +116,11 @@ def kill_its_siblings() -> None:
 
 def kill_its_parent() -> None:
     parent = os.getppid()
-    # The parent of an orphan can be any process, even process 1, so only a template is killed.
+    # An orphan's parent can be any process, even process 1, so kill only a template.
     if f"{SANDBOX_MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
         raise AssertionError(f"process {parent} is no template")
     os.kill(parent, signal.SIGKILL)
-    hang()  # the death of its parent must end it
+    hang()  # its parent's death must end it
 
 
 def stop_its_template() -> None:
@@ -155,7 +155,7 @@ def hang_deaf_to_signals() -> NoReturn:
 def starve() -> NoReturn:
     how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]  # 1 GB, unless it is stopped
-    time.sleep(20)  # a busy machine looks late
+    time.sleep(20)  # a busy machine measures memory late
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
 
 
@@ -174,7 +174,7 @@ def starve_in_shared_memory() -> NoReturn:
 
 
 def hold_shared_memory() -> None:
-    """Makes shared memory under a name of Python's and under one of its own, which a child makes."""
+    """Makes shared memory under a name of Python, and a child makes some under another name."""
     _held.append(SharedMemory(create=True, size=1 << 20))
     if not (child := os.fork()):
         try:
@@ -203,7 +203,7 @@ _held: list[SharedMemory] = []
 
 
 def enlarge() -> None:
-    """Makes the files that it was given for its results larger than any memory."""
+    """Makes the files for its results larger than any memory."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{name}"):
@@ -211,7 +211,7 @@ def enlarge() -> None:
 
 
 def enlarge_mapped() -> None:
-    """Does so, and keeps them from being sealed."""
+    """Enlarges the files for its results, and prevents their sealing."""
     enlarge()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
@@ -223,14 +223,14 @@ _kept: list[mmap.mmap] = []
 
 
 def flood_and_seal() -> None:
-    """Prints too much, then forbids all changes of the files that it was given."""
+    """Prints too much, then seals the files for its results."""
     flood()
     every = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{name}"):
                 fcntl.fcntl(int(name), fcntl.F_ADD_SEALS, every)
-    time.sleep(1.0)  # while the output is shortened
+    time.sleep(1.0)  # time to shorten the output
 
 
 def starve_in_a_memfd() -> NoReturn:
@@ -248,12 +248,12 @@ def starve_as_a_daemon() -> NoReturn:
 
 
 def share_data_with_a_pool() -> None:
-    """Shares data with four forks that fits into the limit once but not five times."""
+    """Shares data with four forks; it fits into the limit once, but not five times."""
     data = bytes(range(256)) * (120 << 12)  # 120 MB
     children = []
     for _ in range(4):
         if (child := os.fork()) == 0:
-            time.sleep(1.0)  # while the memory is sampled
+            time.sleep(1.0)  # time to sample the memory
             os._exit(data[-1] != 255)
         children.append(child)
     for child in children:
@@ -265,7 +265,7 @@ def become_another_program() -> NoReturn:
 
 
 def hold_400_mb() -> None:
-    """Takes memory for long enough to be sampled, then frees it."""
+    """Takes memory for one sample, then frees it."""
     with mmap.mmap(-1, 400 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE):
         time.sleep(1.0)
 
@@ -288,7 +288,7 @@ def leave_a_child() -> None:
 
 
 def leave_a_daemon(act: Callable[[], object] = lambda: hang()) -> None:
-    """Forks twice, with a new session in between, so that the remaining process is an orphan in another group."""
+    """Forks twice, with a new session in between: the remaining process is an orphan in another group."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -418,12 +418,12 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 )
 @functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
-    """Doubles `x`, in a different way for each `turn`, so that no two configs have the same program.
+    """Doubles `x`, with a different program for each `turn`.
 
-    A mode other than `good` is performed while JAX traces or while the program runs, as `when` says. `space` is a tuple
-    of the (mode, when) to try.
+    A mode other than `good` happens while JAX traces or while the program runs: see `when`. `space` is a tuple of the
+    (mode, when) to try.
     """
-    # Once in a process, although timing runs the program many times: 60 processes each time would be too many.
+    # Once in a process: timing runs the program many times, and 60 processes each time would be too many.
     act = functools.cache(MISDEEDS.get(mode, lambda: None))
     assert mode == "good" or in_sandbox(), "misdeeds are for workers only"
     if when == "tracing":

@@ -1,4 +1,4 @@
-"""Measurements that are repeated until one is good enough."""
+"""Repeats a measurement until it is good enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ATTEMPTS = 3
 
 
 def best_of(attempt: Callable[[], float], *, limit: float) -> float:
-    """Returns the least of what a few attempts give; the first one within the limit is enough."""
+    """Returns the least result of a few attempts; an attempt within the limit is the last."""
     least = float("inf")
     for _ in range(2 * ATTEMPTS):
         least = min(least, attempt())

@@ -15,7 +15,7 @@ def on_one_cpu_with_a_rival(rivals: int = 1) -> Iterator[None]:
     os.sched_setaffinity(0, {min(cpus)})
     try:
         with contextlib.ExitStack() as stack:
-            for _ in range(rivals):  # on the same CPU, as they inherit
+            for _ in range(rivals):  # they inherit the CPU
                 rival = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
                 stack.callback(rival.kill)
             yield

@@ -57,7 +57,7 @@ class Clock:
 
 
 Step = tuple[float, Event]
-"""An event, and the seconds between the one before it and this one."""
+"""The seconds since the event before, and an event."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +78,7 @@ class FakeWorker:
     immortal: bool = False
 
     def says(self, kind: str, phase: str, **more: Any) -> Said:
-        if "program" in more:  # the half of its identity that says all about it
+        if "program" in more:  # the half of a program's identity that has its content
             more["program"] = f"traced.{more['program']}" if more["program"] else ""
         return Said(self.number, {"message": kind, "trial": self.trial, "phase": phase, **more})
 
@@ -92,7 +92,7 @@ class FakeWorker:
 
 
 Act = Callable[[FakeWorker], "Sequence[Step] | None"]
-"""Returns the steps of a worker after a new task; None for those of a good worker."""
+"""Returns the steps of a worker after a new task; None for the steps of a good worker."""
 
 
 def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = "") -> list[Step]:
@@ -164,7 +164,7 @@ def behaves(worker: FakeWorker) -> list[Step]:
 
 
 class FakeSandbox:
-    """Workers that follow a script on a clock of their own; it counts those that are active at the same time."""
+    """Workers that follow a script on a fake clock; it counts the workers that are active at the same time."""
 
     def __init__(self, clock: Clock, act: Act, *, kill_s: float = 0.02) -> None:
         self.clock = clock
@@ -174,7 +174,7 @@ class FakeSandbox:
         self.given: list[FakeWorker] = []
         self.killed: list[int] = []
         self.written: dict[int, list[int | None]] = collections.defaultdict(list)
-        """The configs of each worker, since its log was cleared."""
+        """The configs of each worker since the log was cleared."""
         self.shared: list[str] = []
         self.baseline_bytes = 0
         self.most_compiling = 0
@@ -240,7 +240,7 @@ class FakeSandbox:
 
     def poll(self, timeout_s: float) -> list[Event]:
         self.patience -= 1
-        assert self.patience > 0, "the scheduler does not come to an end"
+        assert self.patience > 0, "the scheduler does not end"
         assert timeout_s >= 0
         until = self.clock.now + timeout_s
         if self._agenda and self._agenda[0][0] <= until:
@@ -262,19 +262,19 @@ class FakeSandbox:
         if task.trial is not None:
             self.written[worker.number].append(task.trial)
         for fd in fds:
-            os.fstat(fd)  # a descriptor that is given must be open
+            os.fstat(fd)  # the descriptor must be open
         key = (worker.do, worker.trial)
         worker.starts, self._starts[key] = self._starts[key], self._starts[key] + 1
         self.given.append(dataclasses.replace(worker))
         if worker.do == "Compile":
             worker.config = worker.task.config
-            if worker.trial is not None:  # else it only confirms the error of a config that was compiled before
+            if worker.trial is not None:  # otherwise it only confirms the error of an earlier compile
                 self._compiling.add(worker.number)
                 self.turns.append("compile")
         elif worker.do == "Measure":
             self._measuring.add(worker.number)
             self.turns.append("measure")
-            assert fds, "an executable comes with the task, or a file for one"
+            assert fds, "a task needs an executable, or a file for one"
         self._count()
         steps = self.act(worker)
         due = self.clock.now
@@ -328,13 +328,13 @@ class Result:
 
 
 def fake_devices(count: int) -> tuple[Device, ...]:
-    """Devices with names of their own, because leases on devices are machine-wide."""
+    """Devices with unique names, because leases are machine-wide."""
     return tuple(Device("cuda", "fake", f"test-{uuid.uuid4()}") for _ in range(count))
 
 
 @dataclasses.dataclass
 class Scenario:
-    """A plan, and a route that is made anew for each run.
+    """A plan, and a new route for each run.
 
     Attributes:
         plan: the plan.
@@ -372,7 +372,7 @@ def plan_for(
     device_bytes: int | None = None,
     **changes: Any,
 ) -> Scenario:
-    """Returns a scenario on the route that trials show by this name; `changes` are numbers, or parts of the plan."""
+    """Returns a scenario on the route of this name; `changes` are numbers, or parts of the plan."""
     numbers = Numbers(
         **{
             "slots": SLOTS,
@@ -409,7 +409,7 @@ def plan_for(
 def compiled_only(
     *, is_check: bool = False, with_device: bool = False, target: CompileTarget | None = None, **changes: Any
 ) -> Scenario:
-    """Returns a scenario in which configs are only compiled."""
+    """Returns a scenario that only compiles configs."""
     confirms = changes.pop("confirms", False)
     scenario = plan_for(Route.APART, **changes)
 
@@ -465,22 +465,22 @@ def run(
             assert tries in (None, len([worker for worker in sandbox.given if worker.do == "ComputeReference"]))
 
     settled = [*trials, *leftovers.unfit, *leftovers.unconfirmed]
-    assert sorted(settled) == list(range(count)), "every config ends exactly once"
+    assert sorted(settled) == list(range(count)), "every config should end exactly once"
     assert sandbox.most_compiling <= plan.numbers.slots
-    assert len(sandbox.killed) == len(set(sandbox.killed)), "every worker is killed once"
+    assert len(sandbox.killed) == len(set(sandbox.killed)), "every worker should be killed once"
     assert all(measuring <= 1 for measuring in sandbox.most_measuring.values())
     assert not (plan.alternates and sandbox.compiled_while_measuring)
     kept = len(reference.fds) if reference else 0
-    assert len(os.listdir("/proc/self/fd")) - kept <= fds, "no descriptor stays open"
+    assert len(os.listdir("/proc/self/fd")) - kept <= fds, "no descriptor should stay open"
     for device in plan.devices:
         lease = Lease(device)
-        assert lease.acquire(clock() + 1000), f"the lease on {device.name} is free again"
+        assert lease.acquire(clock() + 1000), f"the lease on {device.name} should be free again"
         lease.release()
     return Result(trials, leftovers, sandbox, clock() - started)
 
 
 def for_config(index: int, *acts: Act) -> Act:
-    """Gives the workers of one config an act each, the last act for all further ones; others behave."""
+    """Gives each worker of one config an act, and further workers the last act; other configs behave."""
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.trial != index:
@@ -512,6 +512,10 @@ def immortal(worker: FakeWorker) -> list[Step]:
     return [(0.1, worker.says("PhaseEntered", "load" if worker.do == "Compile" else "check"))]
 
 
+def lacks_device_memory(worker: FakeWorker) -> list[Step]:
+    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+
 def agrees(worker: FakeWorker) -> list[Step]:
-    """Measures a config whose output is that of all others."""
+    """Measures a config with the same output as all others."""
     return [(0.2, measured(worker, judgement={"group": 0}))]

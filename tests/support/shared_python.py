@@ -1,8 +1,8 @@
-"""Scripts that run one after another in one process, which imports JAX and starts a template once for all of them.
+"""Runs scripts one after another in one process, which imports JAX and starts a template only once.
 
-Most of what a script costs is the import of JAX, in its own process and in the template's. A script whose test needs
-neither a fresh process nor one with other flags can share it. Each one has a `__main__`, a working directory,
-an import path and an environment of its own. What it changes in libraries stays; such a script needs its own process.
+Most of a script's time goes into importing JAX, in its process and in the template. A script can share a process if its
+test needs no fresh process and no other flags. Each script gets a new `__main__`, working directory, import path and
+environment. Changes to libraries stay, so a script that changes a library needs a separate process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 
 class SharedPython:
-    """The process in which scripts run one after another; it is started with the first, and again if it has died.
+    """A process that runs scripts one after another; it starts with the first script, and again if it has died.
 
     Args:
         *options: options of Python.
-        environ: the environment with which it starts. Scripts cannot change what libraries have read by then.
-        anew: the packages that each script imports anew, because scripts change them.
+        environ: its environment at the start. Scripts cannot change variables that libraries have read.
+        anew: packages that each script imports again, because scripts change them.
     """
 
     def __init__(self, *options: str, environ: Mapping[str, str], anew: Sequence[str] = ()) -> None:
@@ -38,13 +38,13 @@ class SharedPython:
     def run(
         self, script: Path, *, cwd: Path | None = None, timeout_s: float = 280, **changes: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a script, and waits for its end, whichever that is.
+        """Runs a script, and waits until it succeeds or fails.
 
         Args:
-            script: its file; the script finds the modules beside it.
-            cwd: the directory in which it runs.
-            timeout_s: the longest that it may take; the process is then killed.
-            **changes: variables of its environment, besides those that this process has now.
+            script: its file; it can import modules of its directory.
+            cwd: its working directory.
+            timeout_s: the longest time for it; then the process is killed.
+            **changes: variables that differ from this process's environment.
         """
         if self._process is None:
             self._process = subprocess.Popen(
@@ -83,7 +83,7 @@ class SharedPython:
 
 @contextlib.contextmanager
 def _output_to(script: str) -> Iterator[None]:
-    """Has all that this process and its children print go to two files beside the script."""
+    """Sends the output of this process and its children to two files next to the script."""
     try:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             with open(f"{script}.{name}", "wb") as file:
@@ -101,13 +101,13 @@ def _output_to(script: str) -> Iterator[None]:
 def _place_of_its_own(
     script: str, cwd: str, environ: Mapping[str, str], anew: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Gives a script its own surroundings, and takes them away at its end, with the modules from its directory."""
+    """Gives a script its surroundings, and removes them and the modules of its directory at its end."""
     directory = os.path.dirname(script)
     before = (dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), sys.modules["__main__"])
     modules = set(sys.modules)
     main = types.ModuleType("__main__")
     main.__file__ = script
-    # What is read once, when a process starts, is that of this process.
+    # Variables that are read at a process's start have this process's values.
     kept = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
     changed = {name: value for name, value in environ.items() if not name.startswith("PYTHON")}
     try:

@@ -1,4 +1,4 @@
-"""A machine, simulated, whose other processes take the CPU from a run now and then."""
+"""A simulated machine: other processes take the CPU from a run now and then."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quarantune.host.waits import RunTime
 
 @dataclasses.dataclass
 class Machine:
-    """A machine whose other processes take the CPU from a run now and then.
+    """A machine with other processes that take the CPU from a run now and then.
 
     Attributes:
-        generator: of what happens.
-        share: how likely a sample is interrupted, if it is short.
-        slice_ms: for how long, at least and at most.
-        told: how much of the waiting the system tells of.
-        now: seconds.
+        generator: source of random numbers.
+        share: probability that a short sample is interrupted.
+        slice_ms: shortest and longest interruption.
+        told: share of the waiting that the system reports.
+        now: the time in seconds.
     """
 
     generator: random.Random
@@ -31,7 +31,7 @@ class Machine:
         return self.now
 
     def runs(self, time_ms: float) -> Callable[[int], Sequence[RunTime]]:
-        """Returns what takes samples of a config."""
+        """Returns a function that takes samples of a config."""
 
         def sample() -> RunTime:
             cpu_ms = time_ms * (1 + 0.01 * abs(self.generator.gauss(0, 1)))

@@ -1,4 +1,4 @@
-"""Runs a program on a pseudo-terminal and keeps all that it writes, with the time of each piece."""
+"""Runs a program on a pseudo-terminal and keeps its output, with the time of each piece."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Makes the terminal the one whose Ctrl-C a program gets; not in a `preexec_fn`, at which JAX warns of the fork."""
+"""Makes the terminal control a program, which then gets its Ctrl-C. With a `preexec_fn`, JAX would warn of the fork."""
 
 
 @dataclasses.dataclass
 class Recording:
-    """What a program wrote to its terminal: the seconds since its start and the bytes of each piece."""
+    """A program's output to its terminal: seconds since its start and bytes of each piece."""
 
     pieces: list[tuple[float, bytes]]
     status: int
@@ -44,7 +44,7 @@ def record(
     interrupt_when: Callable[[str], bool] | None = None,
     timeout_s: float = 250.0,
 ) -> Recording:
-    """Returns the recording of a program, which gets Ctrl-C once its output so far meets a condition."""
+    """Returns the recording of a program. The program gets Ctrl-C once its output meets a condition."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
@@ -66,7 +66,7 @@ def record(
                 continue
             try:
                 piece = os.read(ours, 1 << 16)
-            except OSError:  # the last process on the terminal has closed it
+            except OSError:  # the last process on the terminal closed it
                 break
             if not piece:
                 break

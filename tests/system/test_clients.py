@@ -1,4 +1,4 @@
-"""Kernels, models and programs of other people's libraries are tuned as their users write them."""
+"""Kernels, models and programs of other libraries are tuned as their users write them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def only(value, wanted):
 
 @pytest.fixture(scope="module", params=[1])
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Path, str], None]]:
-    """Runs a script as its user would, all warnings errors, on one device or as many as the test's parameter says."""
-    # Other people's code may warn of other people's code; ours may not warn at all.
+    """Runs a script as its user would, with warnings as errors, on one device or the test's number of devices."""
+    # Other libraries may warn of each other; quarantune may not warn.
     strict = ["-W", "error:::quarantune", "-W", "error:::__main__"]
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={request.param}"}
     shared = SharedPython(*strict, environ=child_environ(**flags))
@@ -171,9 +171,7 @@ agree(eqx.filter_grad(lambda net: net(x).sum())(net).bias, np.full(4, 2.0))
     )
 
 
-def test_optax_trains_through_a_tuned_attention_under_transformations(
-    tmp_path: Path, run: Callable[[Path, str], None]
-) -> None:
+def test_optax_trains_through_a_tuned_attention(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     pytest.importorskip("optax")
     run(
         tmp_path,
@@ -278,7 +276,7 @@ agree(got, paged_attention.paged_attention_reference(q, kv, kv, lengths))
 def test_the_config_objects_of_jaxs_hopper_kernels_can_be_listed(
     tmp_path: Path, run: Callable[[Path, str], None]
 ) -> None:
-    pytest.importorskip("absl")  # which these modules of JAX import
+    pytest.importorskip("absl")  # these modules of JAX import it
     run(
         tmp_path,
         """
@@ -350,9 +348,7 @@ agree(product, jnp.concatenate([lhs[:64] @ rhs[0], lhs[64:] @ rhs[1]]))
 
 
 @pytest.mark.parametrize("run", [4], indirect=True)
-def test_gspmd_and_shard_map_programs_on_four_devices_call_tuned_kernels(
-    tmp_path: Path, run: Callable[[Path, str], None]
-) -> None:
+def test_gspmd_and_shard_map_programs_call_tuned_kernels(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,
         """

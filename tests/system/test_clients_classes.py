@@ -1,4 +1,4 @@
-"""Classes of a script that equinox, flax and chex make pytrees of: as arguments of tuned functions, and as `self`."""
+"""A script's pytree classes of equinox, flax and chex may be arguments of tuned functions, and `self`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Filled(eqx.Module):
 @jitted
 def apply(net, x, n: int = 1):
     check(n)
-    made = Filled(net.w * 2)  # a class of the script makes instances in a worker, too
+    made = Filled(net.w * 2)  # the script's class also makes instances in a worker
     return x @ jax.tree_util.tree_map(lambda leaf: leaf, net).w + made.w[0, 0]
 
 net = Net(W, 2.0)

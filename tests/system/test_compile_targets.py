@@ -1,6 +1,6 @@
-"""Real compilers for TPUs and GPUs on a machine without them: Pallas, Triton and Mosaic kernels, JAX's own included.
+"""A machine without TPU or GPU compiles Pallas, Triton and Mosaic kernels for them with the real compilers.
 
-Each test compiles few and small configs, because a machine with other work takes several times as long.
+Each test compiles few and small configs, because a busy machine takes several times as long.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ends(report: CompileReport) -> list[str]:
 
 
 @needs_libtpu
-def test_workers_that_compile_for_another_device_have_threads_for_their_share_of_the_cores(
+def test_workers_for_another_device_share_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -81,7 +81,7 @@ def flash(q: Any, k: Any, v: Any, bq: int = 128, bk: int = 128) -> Any:
 
 @functools.partial(jax.jit, static_argnames=["rows", "scratch", "path", "others"])
 def scaled(x: Any, rows: int = 8, scratch: int = 8, path: str = "", others: int = 0) -> Any:
-    """Doubles `x` in blocks, with a scratch buffer in VMEM that costs no time to compile."""
+    """Doubles `x` in blocks. Its scratch buffer in VMEM costs no time to compile."""
     from jax.experimental.pallas import tpu as pltpu
 
     def body(x_ref: Any, o_ref: Any, scratch_ref: Any) -> None:
@@ -101,12 +101,12 @@ def scaled(x: Any, rows: int = 8, scratch: int = 8, path: str = "", others: int 
 
 
 def wait_for_others(directory: Path, count: int) -> None:
-    """Waits until `count` workers are in here at the same time."""
+    """Waits until `count` workers are here at the same time."""
     (directory / str(os.getpid())).touch()
     deadline = time.monotonic() + 60
     while len(list(directory.iterdir())) < count:
         if time.monotonic() > deadline:
-            raise TimeoutError("no other config was compiled meanwhile")
+            raise TimeoutError("no other config compiled at the same time")
         time.sleep(0.01)
 
 
@@ -126,7 +126,7 @@ def test_larger_blocks_of_jaxs_flash_attention_take_more_vmem() -> None:
 
 @needs_libtpu
 @pytest.mark.usefixtures("quiet_place")
-def test_a_hopeless_compilation_is_killed_at_its_deadline_and_nothing_is_left() -> None:
+def test_a_hopeless_compilation_is_killed_at_its_deadline() -> None:
     with nothing_is_left():
         report = quarantune.compile_check(
             flash, {"bq": [4096], "bk": [4096]}, *[struct(1, 2, 4096, 128)] * 3, target="v5e", compile_timeout=3
@@ -137,11 +137,11 @@ def test_a_hopeless_compilation_is_killed_at_its_deadline_and_nothing_is_left() 
 
 
 @needs_libtpu
-def test_what_exceeds_vmem_is_named_with_its_amount() -> None:
+def test_a_config_that_exceeds_vmem_names_the_amount() -> None:
     report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 17, 1 << 18]}, X, target="TPU v5e")
     assert ends(report) == ["ok", "error", "error"], report.table()
     assert "over VMEM: 64." in report.table()
-    assert "128.01 of 128.00 MiB" in report.table(), "known before compiling: this is more than a v5e has"
+    assert "128.01 of 128.00 MiB" in report.table(), "more than a v5e has, which is known before compiling"
     assert report.trials[0].figures is not None
     assert report.trials[0].figures.vmem_bytes
 
@@ -171,7 +171,7 @@ def test_two_configs_are_compiled_at_a_time(tmp_path: Path) -> None:
 
 
 @needs_libtpu
-def test_compile_configs_for_a_target_tells_which_ones_compile() -> None:
+def test_compile_configs_shows_which_compile_for_a_target() -> None:
     x = np.ones((64, 128), np.float32)
     with pytest.warns(UserWarning, match=r"scratch=262144.*did not compile: error"):
         small, large = quarantune.compile_configs(scaled, {"scratch": [8, 1 << 18]}, x, target="TPU v5e")
@@ -202,7 +202,7 @@ def asking(x: Any, asks: str = "memory") -> Any:
 @pytest.mark.parametrize(
     ("target", "platform", "kind"), [("v5e", "tpu", "TPU v5 lite"), ("H100", "gpu", "NVIDIA H100 80GB HBM3")]
 )
-def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, platform: str, kind: str) -> None:
+def test_code_that_asks_for_its_device_finds_the_target(target: str, platform: str, kind: str) -> None:
     asks = [f"backend={platform}", f"kind={kind}", f"local={platform}", f"named={platform}", f"default={platform}"]
     asks += ["count=1 1", "cpu=cpu"]
     report = quarantune.compile_check(asking, {"asks": [*asks, "memory"]}, struct(256, 256), target=target)
@@ -213,7 +213,7 @@ def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, p
 @needs_libtpu
 @needs_cuda
 @pytest.mark.parametrize(("target", "platform", "kind"), [("v5e", "tpu", "TPU v5"), ("H100", "gpu", "NVIDIA")])
-def test_modules_that_ask_for_their_device_when_imported_are_answered_too(
+def test_modules_that_ask_on_import_find_the_target(
     target: str, platform: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = import_written(
@@ -234,14 +234,12 @@ def test_modules_that_ask_for_their_device_when_imported_are_answered_too(
     configs = [{"asks": f"{platform} {kind}"}, {"asks": "cpu"}]
     report = quarantune.compile_check(module.asking, configs, struct(256, 256), target=target)
     assert ends(report) == ["ok", "error"], report.table()
-    # Only the device itself can tell what its description cannot, and the module may have asked for that.
+    # The description lacks facts that only the device has, and the module may have asked for one.
     assert "perhaps only because the device is not here: it calls jax.devices()" in report.trials[1].message
 
 
 @needs_libtpu
-def test_modules_that_need_their_device_when_imported_are_checked_as_they_are_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_need_a_device_on_import_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_written(
         """
         TABLE = jax.device_put(np.arange(128.0, dtype=np.float32), jax.devices()[0])
@@ -259,7 +257,7 @@ def test_modules_that_need_their_device_when_imported_are_checked_as_they_are_he
 
 
 def import_written(code: str, name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module of the user's, and imports it."""
+    """Writes a user's module, and imports it."""
     imports = "import functools\nimport jax, jax.numpy as jnp\nimport numpy as np\n"
     (directory / f"{name}.py").write_text(imports + textwrap.dedent(code))
     monkeypatch.syspath_prepend(directory)
@@ -268,7 +266,7 @@ def import_written(code: str, name: str, directory: Path, monkeypatch: pytest.Mo
 
 @functools.partial(jax.jit, static_argnames=["block", "spread"])
 def particular(x: Any, block: int = 1, spread: bool = False) -> Any:
-    """Asks for its device as most kernels for TPUs do, and is particular about its blocks."""
+    """Asks for its device as most TPU kernels do, and accepts only some blocks."""
     assert jax.devices()[0].device_kind.startswith("TPU")
     if x.shape[0] % block:
         raise ValueError(f"blocks of {block} do not divide {x.shape[0]}")
@@ -279,7 +277,7 @@ def particular(x: Any, block: int = 1, spread: bool = False) -> Any:
 
 
 @needs_libtpu
-def test_the_reason_of_an_error_comes_first_and_the_doubt_about_it_last() -> None:
+def test_an_error_starts_with_its_reason_and_ends_with_doubt() -> None:
     configs = [{"block": 8}, {"block": 5}, {"spread": True}]
     report = quarantune.compile_check(particular, configs, struct(64, 128), target="v5e")
     assert ends(report) == ["ok", "error", "error"], report.table()
@@ -290,7 +288,7 @@ def test_the_reason_of_an_error_comes_first_and_the_doubt_about_it_last() -> Non
 
 
 @needs_cuda
-def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() -> None:
+def test_an_error_after_asking_for_the_device_blames_no_config() -> None:
     code = """
         import jax
         import jax.extend
@@ -320,7 +318,7 @@ def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() ->
 
 
 @needs_cuda
-def test_products_are_compiled_cheaply_without_the_device_and_convolutions_are_not() -> None:
+def test_only_products_compile_cheaply_without_the_device() -> None:
     code = """
         import jax
         import jax.numpy as jnp
@@ -371,7 +369,7 @@ def for_version(x: Any, version: int = 0) -> Any:
 
 
 @needs_libtpu
-def test_kernels_that_come_with_jax_get_the_answers_too() -> None:
+def test_kernels_that_come_with_jax_find_the_target() -> None:
     report = quarantune.compile_check(for_version, {"version": [6, 5]}, struct(8, 8), target="v6e")
     assert ends(report) == ["ok", "error"], report.table()
 
@@ -402,7 +400,7 @@ def triton_matmul(a: Any, b: Any, tile: int = 64, stages: int = 2) -> Any:
 
 @needs_cuda
 @pytest.mark.parametrize(("target", "expected"), [("H100", ["ok", "ok", "error"]), ("A100", ["ok", "error", "error"])])
-def test_triton_kernels_meet_the_shared_memory_of_each_gpu(target: str, expected: list[str]) -> None:
+def test_triton_kernels_are_held_to_each_gpus_shared_memory(target: str, expected: list[str]) -> None:
     configs = [{"tile": 64, "stages": 2}, {"tile": 128, "stages": 7}, {"tile": 256, "stages": 6}]
     report = quarantune.compile_check(triton_matmul, configs, *[struct(1024, 1024)] * 2, target=target)
     assert ends(report) == expected, report.table()
@@ -438,7 +436,7 @@ def triton_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
 
 
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use tokamax:DeprecationWarning")  # of workers, too
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use tokamax:DeprecationWarning")  # also in workers
 @pytest.mark.parametrize(
     ("fn", "configs", "x", "expected"),
     [
@@ -448,7 +446,7 @@ def triton_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
     ],
     ids=["hopper_matmul_mgpu", "attention_mgpu", "attention"],
 )
-def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
+def test_jaxs_gpu_kernels_compile_or_fail_by_config(
     fn: Callable[..., Any], configs: dict[str, list[int]], x: Any, expected: list[str]
 ) -> None:
     operands = 2 if fn is hopper_matmul else 3
@@ -456,7 +454,7 @@ def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
     report = quarantune.compile_check(fn, configs, *[x] * operands, target="NVIDIA H200")
     assert ends(report) == expected, report.table()
     new = set(shared_memory()) - set(before)
-    assert eventually(lambda: not new & set(shared_memory())), "those of other programs go, too"
+    assert eventually(lambda: not new & set(shared_memory())), "the new files in shared memory should go"
     figures = report.trials[0].figures
     assert figures is not None
     assert 32 <= (figures.registers or 0) <= 255
@@ -483,7 +481,7 @@ def blackwell_matmul(a: Any, b: Any, steps: int = 4) -> Any:
 
 
 @needs_cuda
-def test_what_a_compiler_says_of_a_kernel_for_another_gpu_is_told() -> None:
+def test_a_compilers_error_for_another_gpu_is_in_the_message() -> None:
     arrays = (struct(1024, 1024, dtype=jnp.float16),) * 2
     report = quarantune.compile_check(blackwell_matmul, {"steps": [4]}, *arrays, target="H100")
     (trial,) = report.trials

@@ -22,8 +22,8 @@ SOURCE = ROOT / "src" / "quarantune"
 DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 THE_READERS = {"attention.py", "kernels.py", "rmsnorm.py", "targets/", "train.py"}
-"""Files that the documents name, and that are made where the reader works."""
-DOCUMENTS = [name for name in DOCUMENTS if (ROOT / name).exists()]  # a source distribution may leave some out
+"""Files that the documents name and readers make in their own directories."""
+DOCUMENTS = [name for name in DOCUMENTS if (ROOT / name).exists()]  # a source distribution may lack some
 
 
 def text_of(name: str) -> str:
@@ -37,7 +37,7 @@ def section(name: str, heading: str) -> str:
 
 
 def code_in(text: str) -> list[str]:
-    """Returns what a text marks as code on a line, without its code blocks."""
+    """Returns the inline code of a text, without its code blocks."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
@@ -122,5 +122,5 @@ def test_the_architecture_lists_the_layers_that_are_enforced() -> None:
     assert first_column(section("ARCHITECTURE.md", "## Layers")) == enforced
 
 
-def test_values_of_the_source_have_types_of_their_own() -> None:
+def test_few_values_of_the_source_are_untyped_dictionaries() -> None:
     assert sum(path.read_text(encoding="utf-8").count("dict[str, Any]") for path in SOURCE.rglob("*.py")) < 25

@@ -1,4 +1,4 @@
-"""Every block of code in the documents runs, or its document says why it does not."""
+"""Every block of code in the documents runs, or the document says why it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = [
 ]
 
 
-def test_blocks_are_found_with_their_reasons_and_keep_their_lines() -> None:
+def test_blocks_keep_their_reasons_and_line_numbers() -> None:
     text = (
         "# Title\n\n1. A list\n\n   ```python\n   x = 1\n   ```\n\n<!-- run first:\ny = 2\n-->\n"
         "<!-- not run: no device -->\n\n```bash\nfalse\n```\n\n```bash\ntrue\n```\n"
@@ -41,7 +41,7 @@ def test_blocks_are_found_with_their_reasons_and_keep_their_lines() -> None:
 
 
 @pytest.mark.parametrize("page", document_blocks.documents())
-def test_a_block_is_of_a_language_that_runs_or_gives_a_reason(page: str) -> None:
+def test_a_block_runs_or_says_why_it_does_not(page: str) -> None:
     blocks = document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8"))
     assert not [
         f"{page}:{block.line}: {block.language}: write <!-- not run: REASON --> above it"
@@ -69,7 +69,7 @@ def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[SharedPython]:
-    """The process in which pages run."""
+    """The process that runs pages."""
     shared = SharedPython(environ=child_environ(SUPPORT))
     yield shared
     shared.close()
@@ -81,7 +81,7 @@ def pages() -> Iterator[SharedPython]:
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, pages: SharedPython) -> None:
     script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
     script.write_text(document_blocks.script_of((ROOT / page).read_text(encoding="utf-8")), encoding="utf-8")
-    commands = tmp_path / ".venv" / "bin"  # pages call programs of their environment by this name
+    commands = tmp_path / ".venv" / "bin"  # pages call their environment's programs by this path
     commands.mkdir(parents=True)
     for command, words in {"python": "", "quarantune": "-m quarantune", "pytest": "-m pytest"}.items():
         program = commands / command
@@ -89,4 +89,4 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, p
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     done = pages.run(script, cwd=tmp_path, timeout_s=580, PATH=f"{commands}:{os.environ['PATH']}")
-    assert done.returncode == 0, f"{page}, whose lines are those of the script:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{page} has the line numbers of the script:\n{done.stdout}\n{done.stderr}"

@@ -1,4 +1,4 @@
-"""Executors that cannot run sweeps, machines that cannot take part, and other bad input: one clear sentence each."""
+"""Executors that cannot run sweeps, machines that cannot take part, and other bad input get one clear sentence each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ X = jnp.ones((8, 128))
 
 
 class Refusing(Executor):
-    """Takes no work."""
+    """Refuses work."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -64,7 +64,7 @@ class Fresh(Executor):
     """Runs each task in a fresh interpreter.
 
     Args:
-        prelude: a program that runs there first.
+        prelude: a program that the interpreter runs first.
         flags: the interpreter's flags.
     """
 
@@ -89,7 +89,7 @@ def tuner(**options: Any) -> quarantune.AutoTuner:
     return quarantune.AutoTuner(engine_kernels.plain, {"n": [0, 4]}, rep=2, ref_fn=None, **options)
 
 
-def test_values_that_are_no_executor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_not_executors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"executor=5 is not valid: it must be a concurrent\.futures\.Executor"):
         tuner().run(X, executor=5)
     monkeypatch.setenv("QUARANTUNE_EXECUTOR", "dask")
@@ -104,7 +104,7 @@ def test_an_executor_that_takes_no_work_is_named() -> None:
 
 
 class Breaking(ThreadPoolExecutor):
-    """A pool that breaks after its first task, and takes more before it knows."""
+    """A pool that breaks after its first task, and accepts more tasks before it notices."""
 
     is_broken = False
 
@@ -118,7 +118,7 @@ class Breaking(ThreadPoolExecutor):
 
 
 class Silent(Executor):
-    """Takes work and does none."""
+    """Accepts work and does none."""
 
     def __init__(self) -> None:
         self.taken: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
@@ -145,13 +145,13 @@ def test_an_engine_that_does_not_answer_holds_up_no_other_one() -> None:
             waits.join()
 
 
-def test_no_config_is_blamed_for_a_pool_that_broke_before_its_shard_began() -> None:
+def test_a_pool_that_breaks_before_its_shard_blames_no_config() -> None:
     advice = r"Breaking takes no further work: BrokenProcessPool: a child process terminated abruptly"
     with Breaking(1) as pool, pytest.raises(EngineError, match=advice):
         tuner().run(X, executor=pool)
 
 
-def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
+def test_an_executor_excludes_trials_in_this_process() -> None:
     with (
         ThreadPoolExecutor(1) as pool,
         quarantune.settings(isolation="none"),
@@ -160,7 +160,7 @@ def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
         tuner().run(X, executor=pool)
 
 
-def test_calls_that_are_none_are_refused_by_tune_many() -> None:
+def test_tune_many_refuses_values_that_are_not_calls() -> None:
     for call, words in [
         (5, "5 is not a call to tune for"),
         ((engine_kernels.plain, (X,)), "neither an autotuned function nor an AutoTuner"),
@@ -170,7 +170,7 @@ def test_calls_that_are_none_are_refused_by_tune_many() -> None:
             quarantune.tune_many([call])
 
 
-def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
+def test_a_function_may_have_parameters_executor_and_resume() -> None:
     import inspect
 
     from quarantune.api.autotune import on_engine
@@ -181,7 +181,7 @@ def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
         assert (kwargs, resume) == ({"executor": 5, "resume": "yes"}, False)
 
 
-def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:
+def test_shards_are_even_and_leave_dangerous_configs_for_last() -> None:
     assert [len(shard.indices) for shard in shards.partition(range(10))] == [10]
     assert [len(shard.indices) for shard in shards.partition(range(64))] == [16] * 4
     sizes = [len(shard.indices) for shard in shards.partition(range(5000))]
@@ -240,17 +240,17 @@ def test_damaged_messages_of_shards_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_worker_without_quarantune_is_told_to_install_it() -> None:
+def test_a_worker_without_quarantune_is_an_error_that_says_so() -> None:
     with pytest.raises(EngineError, match=r"executor Fresh cannot import quarantune .*install quarantune"):
         tuner().run(X, executor=Fresh("", "-I", "-S"))
 
 
 class KilledWorkerError(Exception):
-    """Stands for the error by which Dask says that workers died with a task."""
+    """Stands for the error that Dask raises for a task whose workers died."""
 
 
 class WithMisfit(ThreadPoolExecutor):
-    """A pool of one machine, beside which another takes some tasks after the first shard, and runs none."""
+    """A pool of one machine. After the first shard, a second machine takes some tasks and runs none."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(1)
@@ -276,7 +276,7 @@ class WithMisfit(ThreadPoolExecutor):
     ],
     ids=["import", "death"],
 )
-def test_a_worker_that_ends_before_it_begins_is_kept_out_and_blames_no_config(
+def test_a_worker_that_dies_at_its_start_is_kept_out(
     error: Exception, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     configs = {"n": [0, 1], "same": list(range(18))}
@@ -287,7 +287,7 @@ def test_a_worker_that_ends_before_it_begins_is_kept_out_and_blames_no_config(
 
 
 class Dying(ThreadPoolExecutor):
-    """A pool whose shards die before this process has heard of any."""
+    """A pool whose shards die before this process hears from them."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(1)
@@ -313,7 +313,7 @@ class Dying(ThreadPoolExecutor):
     ],
     ids=["killed", "stopped", "late"],
 )
-def test_shards_that_nobody_has_heard_of_are_no_deaths_of_their_configs(error: Exception, named: str) -> None:
+def test_shards_that_were_never_heard_blame_no_config(error: Exception, named: str) -> None:
     advice = f"could not run a shard, twice; the last time .*{named}; the trials so far are kept"
     with Dying(error) as pool, pytest.raises(EngineError, match=advice):
         tuner().run(X, executor=pool)
@@ -321,7 +321,7 @@ def test_shards_that_nobody_has_heard_of_are_no_deaths_of_their_configs(error: E
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_worker_of_another_version_is_told_both_versions() -> None:
+def test_a_worker_of_another_version_is_named_with_both() -> None:
     prelude = f"sys.path.insert(0, {str(SOURCE)!r})\nimport quarantune._version as v\nv.__version__ = '0.0.1'\n"
     ours = remote.versions_here()["quarantune"]
     with pytest.raises(EngineError, match=f"it has quarantune 0.0.1, and the submitter {ours}; give all machines"):
@@ -329,7 +329,7 @@ def test_a_worker_of_another_version_is_told_both_versions() -> None:
 
 
 def one_core(is_taken: Any) -> None:
-    """Restricts the first worker of a pool to one core, which makes it another kind of device."""
+    """Restricts the first worker of a pool to one core, so that it is a different kind of device."""
     with is_taken.get_lock():
         if not is_taken.value:
             is_taken.value = True
@@ -352,7 +352,7 @@ def test_of_two_kinds_of_devices_the_second_is_refused_by_name(caplog: pytest.Lo
             EngineError, match=r"no machine of .* it has .*\(1 cores\), another kind of device than .* cores\)\); g"
         ):
             quarantune.autotune({"n": [0, 4]}, ref_fn=None, name="other")(engine_kernels.plain)(X)
-        # Where the result is not for this process, the first machine decides.
+        # If the result is not for this process, the first machine decides.
         result = tuner().run(X)
     assert result.device.endswith("(1 cores)")
     assert len(result.trials) == 2
@@ -365,14 +365,14 @@ def settings_of(executor: Executor) -> Iterator[None]:
 
 
 def no_files() -> None:
-    """Lets this process write no byte to a file, as where a disk is full."""
+    """Lets this process write no byte to a file, as if the disk were full."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_machines_out_of_disk_are_named_and_later_ones_go_on() -> None:
+def test_machines_out_of_disk_are_named_and_others_continue() -> None:
     context = get_context("spawn")
     advice = r"ProcessPoolExecutor could not run a shard, twice; the last time on .*File too large"
     with ProcessPoolExecutor(1, context, no_files) as pool, pytest.raises(EngineError, match=advice):
@@ -405,11 +405,11 @@ def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_defaults_of_an_interrupted_sweep_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     append = Journal.append
 
     def append_as_slow(journal: Journal, record: Any) -> None:
-        is_trial = "trial" in record  # and not the key of its call, which has a journal of its own
+        is_trial = "trial" in record  # not a call's key, which has a separate journal
         append(journal, {**record, "trial": {**record["trial"], "outcome": "slow"}} if is_trial else record)
 
     def interrupt(index: int, phase: str) -> None:
@@ -430,7 +430,7 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
 
 
 def request_of(ledger: Ledger) -> Any:
-    """Returns as much of a sweep as shards need to be followed."""
+    """Returns the parts of a sweep that following its shards needs."""
     limits = SweepLimits(
         compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
     )
@@ -443,7 +443,7 @@ def shards_of(pool: Executor, configs: dict[int, Any], request: Any) -> shards.S
     return shards.Shards(pool, b"", configs, request, Proof(), check=lambda: None)
 
 
-def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_shard_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     now, looks = [started], [0]
     most_told, may_end = threading.Event(), threading.Event()
@@ -485,7 +485,7 @@ def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: p
     assert [(shard.given, shard.deaths) for shard, _ in ends] == [(tuple(configs), ())]
 
 
-def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_was_stopped(
+def test_a_shard_survives_its_stopped_repetition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_collected = threading.Event()
@@ -522,12 +522,12 @@ def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_wa
     assert {trial.outcome for trial in trials.values()} == {Outcome.OK}
 
 
-def test_finalists_whose_machine_is_lost_are_compared_with_the_winners_of_the_others() -> None:
+def test_finalists_of_a_lost_machine_are_compared_elsewhere() -> None:
     trials = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
     compared: list[list[int]] = []
 
     class Losing:
-        """Loses the machine that compares the fastest config of all, once."""
+        """Loses the machine that compares the fastest config, once."""
 
         def run(self, runs: list[shards.Shard], on_trial: Callable[[int, Trial], None], source: Any) -> Any:
             is_first = not compared
@@ -578,7 +578,7 @@ class NeverCancelled(Future[Any]):
 @pytest.mark.slow
 @pytest.mark.engines
 def test_futures_that_cannot_be_cancelled_do_no_harm() -> None:
-    """Parsl's cannot."""
+    """Parsl's futures cannot be cancelled."""
 
     class Parsl(ThreadPoolExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -608,13 +608,13 @@ def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.
             if limit:
                 monkeypatch.setenv("OMP_NUM_THREADS", str(limit))
             threads = quarantune.AutoTuner(engine_kernels.threads_of, {"n": [-1, 1]}, rep=2, ref_fn=None)
-            result = threads.run(np.array([limit]), executor=pool)  # the values of a plain callable's arrays travel
+            result = threads.run(np.array([limit]), executor=pool)  # a plain callable gets the arrays' values
             assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
 
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once() -> None:
+def test_tune_many_gives_each_machine_a_whole_sweep() -> None:
     kernel = quarantune.autotune({"n": list(range(20))}, rep=2, ref_fn=None, name="many")(engine_kernels.plain)
     calls = [(kernel, (jnp.ones((rows, 128)),)) for rows in (8, 16, 8)]
     tasks: list[Any] = []
@@ -637,7 +637,7 @@ def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once()
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_a_connection_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError("no ports here")
 
@@ -658,7 +658,7 @@ def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_search_asks_for_shards_as_for_trials() -> None:
+def test_a_search_asks_for_shards_in_place_of_trials() -> None:
     space = {"n": [0, 2], "same": list(range(200))}
     searched = quarantune.AutoTuner(
         engine_kernels.plain, space, rep=1, ref_fn=None, search="random", max_trials=30, name="searched"
@@ -702,7 +702,7 @@ STRANGERS = [
 ]
 
 
-def test_whatever_a_stranger_says_shards_are_heard() -> None:
+def test_shards_are_heard_whatever_a_stranger_sends() -> None:
     contacts = contact.Contacts(lambda *_: True)
     with contextlib.closing(contacts), contextlib.ExitStack() as open_for_now:
         strangers = []
@@ -725,7 +725,7 @@ def proof_of(token: str, *said: str) -> str:
 
 
 def introduce(shard: socket.socket, contacts: contact.Contacts, **changes: Any) -> None:
-    """Introduces a shard on this machine to the submitter, which has not answered yet."""
+    """Introduces a shard on this machine to the submitter, without waiting for the answer."""
     shard.sendall(b'{"nonce": "mine"}\n')
     received = b""
     while not received.endswith(b"\n"):
@@ -738,7 +738,7 @@ def introduce(shard: socket.socket, contacts: contact.Contacts, **changes: Any) 
     shard.sendall(json.dumps(greeting | {"machine": contacts.address.machine} | changes).encode() + b"\n")
 
 
-def test_a_shard_whose_machine_is_gone_before_the_answer_has_ended() -> None:
+def test_a_shard_whose_machine_is_gone_has_ended() -> None:
     begun: list[int] = []
     contacts = contact.Contacts(lambda number, about: begun.append(number) is None)
     with contextlib.closing(contacts):
@@ -764,16 +764,16 @@ ANSWERS: dict[str, bytes | None] = {
     "TLS": bytes.fromhex("1503030002022a") * 3,
     "stop": b'{"stop": true}\n',
 }
-"""What other services answer to a shard; None if they only listen."""
+"""Answers of other services to a shard; None if they only listen."""
 
 
 @contextlib.contextmanager
 def service(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Another service on this machine, which answers on its port; yields the port."""
+    """Runs another service on this machine, which answers on a port; yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            with contextlib.suppress(OSError):  # the listener's end
+            with contextlib.suppress(OSError):  # the listener was closed
                 while True:
                     connection, _ = listener.accept()
                     with connection, contextlib.suppress(OSError):
@@ -798,9 +798,7 @@ def elsewhere(port: int, *hosts: str, token: str = "secret") -> contact.Address:
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_a_shard_goes_on_unheard_beside_a_service_that_is_not_its_submitter(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_reaches_another_service_runs_unheard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "_REPLY_S", 0.5)
     heard = bytearray()
 
@@ -845,7 +843,7 @@ def test_machines_that_reach_another_service_lose_no_config(kind: str, share: in
     assert pool.given >= share
 
 
-def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time(
+def test_a_slow_service_delays_a_shard_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contact, "_REPLY_S", 0.5)
@@ -863,7 +861,7 @@ def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time
     assert not line.is_over
 
 
-def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter(
+def test_a_service_that_echoes_is_not_the_submitter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The proofs of an earlier connection, or of the shard itself, prove nothing."""
@@ -871,7 +869,7 @@ def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter
     recorded: list[bytes] = []
 
     def relay(connection: socket.socket) -> None:
-        """Records what the submitter says."""
+        """Records the submitter's messages."""
         with socket.create_connection(("127.0.0.1", contacts.address.port)) as submitter:
             for _ in range(2):
                 submitter.sendall(connection.recv(4096))
@@ -903,7 +901,7 @@ def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter
             assert unheard._peer is None
 
 
-def test_a_submitter_at_the_second_address_is_found_behind_another_service() -> None:
+def test_a_submitter_at_its_second_address_is_found() -> None:
     with contextlib.closing(contact.Contacts(lambda *_: True, is_local=True)) as contacts:
         port = contacts.address.port
         with socket.create_server(("127.0.0.9", port)) as other:
@@ -919,7 +917,7 @@ def test_a_submitter_at_the_second_address_is_found_behind_another_service() -> 
         line.close()
 
 
-def test_a_shard_without_the_secret_is_refused_and_goes_on_unheard() -> None:
+def test_a_shard_without_the_secret_is_refused_and_runs() -> None:
     begun: list[int] = []
     with contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts:
         for machine in (contact.machine_id(), "another machine"):
@@ -931,7 +929,7 @@ def test_a_shard_without_the_secret_is_refused_and_goes_on_unheard() -> None:
 
 
 class Proxy:
-    """Passes on one connection after another to the submitter, until they are cut."""
+    """Passes connections to the submitter, one at a time, until they are cut."""
 
     def __init__(self, contacts: contact.Contacts) -> None:
         self._to = ("127.0.0.1", contacts.address.port)
@@ -948,19 +946,19 @@ class Proxy:
                         return
 
     def cut(self) -> None:
-        """Ends both connections, as a proxy does that is restarted."""
+        """Ends both connections, like a proxy that restarts."""
         for connection in self.open:
-            with contextlib.suppress(OSError):  # the end of the first may have closed the second
+            with contextlib.suppress(OSError):  # ending the first may have closed the second
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_proxy_that_ends_a_connection_stops_no_shard_and_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_ends_a_connection_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "machine_id", lambda: secrets.token_hex())  # the shard is on another machine
     begun: list[int] = []
     heard: list[Said] = []
 
     def look(line: contact.Contact, was_heard: threading.Event) -> None:
-        """Looks after a connection, as a shard does all the time."""
+        """Serves a connection, as a shard does all the time."""
         while not (line.is_over or was_heard.wait(0.01)):
             pass
 
@@ -1056,7 +1054,7 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
 
 
 def test_many_shards_that_greet_at_once_are_all_heard() -> None:
-    """With far more than may be unknown at a time, the others wait for their turn."""
+    """Far more shards than may be unknown at a time: the others wait for their turn."""
     many = 8 * contact.MOST_UNKNOWN
     begun: list[int] = []
     with (
@@ -1078,7 +1076,7 @@ def test_many_shards_that_greet_at_once_are_all_heard() -> None:
 
 
 class Unknown(Executor):
-    """An executor of which nothing is known, so that its shards may run anywhere."""
+    """An executor of an unknown kind, so that its shards may run anywhere."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         with ThreadPoolExecutor(1) as pool:
@@ -1130,7 +1128,7 @@ def test_a_connection_with_a_large_descriptor_is_followed() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_shard_that_was_given_up_does_not_go() -> None:
+def test_a_shard_that_was_given_up_does_not_start() -> None:
     greeted: list[int] = []
     contacts = contact.Contacts(lambda number, about: greeted.append(number) is None and number == 1)
     with contextlib.closing(contacts):

@@ -1,4 +1,4 @@
-"""Sweeps on several hosts with networks of their own: other services at their addresses, cut links, IPv6 alone."""
+"""Sweeps on separate hosts survive other services at their addresses, cut links, and networks with only IPv6."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ADDRESS, PRIVATE, ADDRESS_6 = "10.78.5.{}", "172.31.7.1", "fd77:5::{}"
 
 PORTS = range(42_000, 42_032)
-"""The ports that the submitter has for its listeners, so that another host can have a service on all of them."""
+"""Ports of the submitter's listeners, so that another host can have a service on all of them."""
 
 SERVICE = """
 import selectors, socket, sys
@@ -48,7 +48,7 @@ while True:
             print("closed", flush=True)
         connection.close()
 """
-"""A service on all ports of a host that says something, or closes its connections."""
+"""A service on all ports of a host that sends something or closes its connections."""
 
 SWEEP = """
 import json, sys
@@ -96,7 +96,7 @@ while not line.is_over:
     time.sleep(0.1)
 print(time.monotonic(), flush=True)
 """
-"""A shard that speaks from time to time, as a shard does with each config, or is silent."""
+"""A shard that is silent, or sends from time to time, as a shard does with each config."""
 
 
 def environ(**changes: str) -> dict[str, str]:
@@ -141,8 +141,8 @@ def tune(submitter: Host, *workers: Host) -> tuple[dict[str, Any], str]:
     ],
     ids=["closes", "closes, alone", "banner, alone", "go, alone", "HTTP"],
 )
-def test_a_service_at_the_address_of_the_submitter_costs_no_config(says: str, is_hidden: bool, tmp_path: Path) -> None:
-    """One machine has a service of its own at a private address of the submitter, and perhaps no way to the others."""
+def test_a_service_at_the_submitters_address_costs_no_config(says: str, is_hidden: bool, tmp_path: Path) -> None:
+    """One machine has another service at a private address of the submitter, and may reach no other address."""
     with hosts(tmp_path, "submits", "meshed", "plain") as (submits, meshed, plain):
         for number, host in enumerate((submits, meshed, plain), 1):
             host.run(*f"ip addr add {ADDRESS.format(number)}/24 dev eth0".split())
@@ -175,7 +175,7 @@ def test_a_cut_link_is_noticed_by_both_sides_within_45_s(cut: str, every_s: floa
     assert all(5 < after_s < 45 for after_s in noticed), noticed
 
 
-def test_hosts_with_ipv6_alone_tune_together_and_are_heard(tmp_path: Path) -> None:
+def test_hosts_with_only_ipv6_tune_together(tmp_path: Path) -> None:
     with hosts(tmp_path, "submits", "left", "right") as three:
         for number, host in enumerate(three, 1):
             host.run(*f"ip -6 addr add {ADDRESS_6.format(number)}/64 dev eth0 nodad".split())

@@ -1,4 +1,4 @@
-"""Machines of a Dask cluster that fail are no configs that fail: scheduler, workers and their environments break."""
+"""A failure of a Dask cluster's scheduler, workers or environments is not a failure of a config."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.engines,
     pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore"),  # those of other people's libraries
+    pytest.mark.filterwarnings("ignore"),  # warnings of other libraries
 ]
 
 X = jnp.ones((8, 128))
 
 
 class Cluster:
-    """A Dask cluster, each part of which is a process of its own.
+    """A Dask cluster whose parts are separate processes.
 
     Args:
         place: a directory for its files.
@@ -56,7 +56,7 @@ class Cluster:
 
         Args:
             role: `scheduler` or `worker`.
-            *arguments: of its command line.
+            *arguments: the arguments of its command line.
             prelude: a program that runs in the process first.
             **environ: environment variables.
         """
@@ -79,7 +79,7 @@ class Cluster:
         return process
 
     def worker(self, *, has_nanny: bool = False, **about: Any) -> subprocess.Popen[bytes]:
-        """Starts a worker of one thread; a nanny starts it again whenever it ends."""
+        """Starts a worker of one thread; its nanny restarts it whenever it ends."""
         return self.start(
             "worker",
             *("--nthreads", "1", "--nanny" if has_nanny else "--no-nanny"),
@@ -89,19 +89,19 @@ class Cluster:
 
     @property
     def log(self) -> str:
-        """What all parts have logged."""
+        """The logs of all parts."""
         return (self.place / "log").read_text()
 
     @staticmethod
     def end(process: subprocess.Popen[bytes]) -> None:
-        """Kills a part of the cluster with all that it has started."""
+        """Kills a part of the cluster and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(20)
 
     @contextlib.contextmanager
     def executor(self, workers: int) -> Iterator[Any]:
-        """Yields an executor once so many workers are there."""
+        """Yields an executor once this number of workers has joined."""
         distributed = pytest.importorskip("distributed")
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         client = distributed.Client(scheduler_file=str(self.file), timeout=15)
@@ -137,7 +137,7 @@ for line in sys.stdin:
 
 
 class Submitter:
-    """A process that tunes one call on a cluster, once for each directory that it is told."""
+    """A process that tunes one call on a cluster, once for each directory that it gets."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.process = cluster.python(SUBMITTER, str(cluster.file), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -158,7 +158,7 @@ class Submitter:
 
 
 class Following:
-    """Notes which configs end, and does something when the sweep has come to a point."""
+    """Notes the configs that end, and acts at a chosen point of the sweep."""
 
     def __init__(self, then: Callable[[], None], *, phases: int = 0, ends: int = 0) -> None:
         self.ended: list[int] = []
@@ -182,7 +182,7 @@ def tuner(name: str, space: int = 40, **options: Any) -> quarantune.AutoTuner:
 
 
 def goes_on_here(name: str, ended: list[int]) -> None:
-    """Asserts that a call on this machine tries the configs without a trial, and finds the winner."""
+    """Asserts that a call on this machine runs only the configs without a trial, and finds the winner."""
     seen = Following(lambda: None, phases=1 << 30)
     result = tuner(name, on_progress=seen).run(X)
     assert sorted(seen.ended + ended) == list(range(40))
@@ -199,7 +199,7 @@ def test_no_config_is_blamed_for_a_scheduler_that_dies(
     seen = Following(lambda: cluster.end(cluster.scheduler), phases=phases, ends=ends)
     with cluster.executor(2) as executor:
         monkeypatch.setattr(shards, "_ENDS_S", 20.0)
-        # The scheduler may die so late that all is known, and only its last answer is missing.
+        # The scheduler may die late, when only its last answer is missing.
         with pytest.raises(EngineError, match=r"trials so far are kept"):
             tuner("scheduler", on_progress=seen).run(X, executor=executor)
     goes_on_here("scheduler", seen.ended)
@@ -216,7 +216,7 @@ sys.meta_path.insert(0, Hiding())
 
 
 def hiding(directory: Path, name: str) -> str:
-    """Returns an import path with which Python does not find a module, as on a machine without it."""
+    """Returns an import path that hides a module from Python, as on a machine without it."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(HIDES.format(name=name))
     return os.pathsep.join([str(directory), str(SOURCE), str(SUPPORT)])
@@ -227,8 +227,8 @@ OTHER_JAX = "import jax\njax.__version__ = '0.9.9'"
 
 
 def misfit(fault: str, directory: Path) -> tuple[dict[str, Any], str]:
-    """Returns what makes a worker that cannot take part, and the reason that is named."""
-    if fault == "no package":  # Dask's worker ends when it reads a task
+    """Returns the options for a worker that cannot take part, and the reason in the message."""
+    if fault == "no package":  # Dask's worker ends on reading a task
         return {"PYTHONPATH": hiding(directory, "quarantune"), "has_nanny": True}, ""
     if fault == "no module":
         return {"PYTHONPATH": hiding(directory, "engine_kernels")}, "No module named 'engine_kernels'"
@@ -237,7 +237,7 @@ def misfit(fault: str, directory: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("fault", ["no module", "other version", "other jax"])
-def test_a_machine_that_cannot_take_part_is_named_and_the_others_go_on(
+def test_a_machine_that_cannot_take_part_is_named(
     fault: str, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, reason = misfit(fault, tmp_path / "hidden")
@@ -254,7 +254,7 @@ def test_a_machine_that_cannot_take_part_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("fault", ["no module", "other jax", "no package"])
-def test_a_machine_that_joins_late_and_cannot_take_part_is_named_and_costs_nothing(
+def test_a_late_machine_that_cannot_take_part_costs_nothing(
     fault: str, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, reason = misfit(fault, tmp_path / "hidden")
@@ -273,7 +273,7 @@ def test_a_machine_that_joins_late_and_cannot_take_part_is_named_and_costs_nothi
     assert reason in caplog.text
 
 
-def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
+def test_the_wait_for_a_cluster_without_workers_is_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shards, "_SAYS_S", 0.5)
@@ -284,13 +284,11 @@ def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
         assert "see whether its scheduler and its workers run" in caplog.text
     monkeypatch.setattr(shards, "_ENDS_S", 100.0)
     with cluster.executor(0) as executor:
-        threading.Timer(2.0, cluster.worker).start()  # it comes late
+        threading.Timer(2.0, cluster.worker).start()  # the worker comes late
         assert tuner("late", space=4).run(X, executor=executor).best_config["n"] <= 1
 
 
-def test_workers_that_leave_in_mid_sweep_are_waited_for_with_a_bound(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_for_workers_that_leave_is_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = cluster.worker()
     seen = Following(lambda: cluster.end(worker), phases=1, ends=3)
     with cluster.executor(1) as executor:
@@ -301,7 +299,7 @@ def test_workers_that_leave_in_mid_sweep_are_waited_for_with_a_bound(
 
 
 def journalled(place: Path) -> list[int]:
-    """Returns the n of each trial in the journal of the call that was tuned with that cache directory."""
+    """Returns the n of each trial in the call's journal in a cache directory."""
     lines = [line for file in place.glob("submitted.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.partition(" ")[2]) for line in lines]
     return [record["trial"]["config"]["n"] for record in records]
@@ -310,7 +308,7 @@ def journalled(place: Path) -> list[int]:
 ROUNDS = 3
 
 
-def test_submitters_of_one_call_tune_it_once_and_take_over_from_a_dead_one(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitters_of_one_call_tune_it_once(cluster: Cluster, tmp_path: Path) -> None:
     for _ in range(2):
         cluster.worker()
     submitters = [Submitter(cluster) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Sweeps on Dask, Ray and thread pools: nothing is lost, repeated for nothing, or left behind, whatever dies."""
+"""Whatever dies in a sweep on Dask, Ray or thread pools, no trial is lost or repeated and no process is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.engines,
     pytest.mark.timeout(240),
-    pytest.mark.filterwarnings("ignore"),  # those of other people's libraries
+    pytest.mark.filterwarnings("ignore"),  # warnings of other libraries
 ]
 
 X = jnp.ones((8, 128))
@@ -45,7 +45,7 @@ class Engine(Executor):
 
     Attributes:
         executor: the executor.
-        is_apart: whether its workers are other processes than this one.
+        is_apart: whether its workers are other processes.
         tasks: the shards that were submitted.
     """
 
@@ -116,7 +116,7 @@ def sandboxes(owner: int | None = None, *, with_own: bool = False) -> list[int]:
 
     Args:
         owner: the worker; None for all.
-        with_own: whether those of this process count, except for its template, which stays.
+        with_own: whether to count the sandboxes of this process, without the template, which stays.
     """
     found = []
     for pid in carriers(MARK, _OURS):
@@ -136,7 +136,7 @@ def notes(place: Path) -> list[tuple[int, int]]:
 
 
 class Following:
-    """Counts the ends of configs, and does something at one of them."""
+    """Counts the ends of configs, and acts at one of them."""
 
     def __init__(self, at: int, then: Callable[[], None]) -> None:
         self.ended: list[int] = []
@@ -149,7 +149,7 @@ class Following:
                 self._then()
 
 
-def test_a_large_sweep_returns_every_config_once_with_the_local_choice(engine: Engine) -> None:
+def test_a_large_sweep_returns_each_config_once(engine: Engine) -> None:
     space = {"n": list(range(64))}
     seen = Following(0, lambda: None)
     tuner = quarantune.AutoTuner(engine_kernels.plain, space, on_progress=seen, rep=3, name="large")
@@ -173,7 +173,7 @@ def test_a_large_sweep_returns_every_config_once_with_the_local_choice(engine: E
     assert engine.tasks[-1] is final
 
 
-def test_a_worker_killed_in_mid_sweep_leaves_no_orphan_and_no_gap(mortal: Engine, tmp_path: Path) -> None:
+def test_a_worker_killed_in_a_sweep_leaves_no_orphan_or_gap(mortal: Engine, tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill() -> None:
@@ -217,7 +217,7 @@ def test_a_shard_that_always_kills_its_worker_ends_as_crashed(mortal: Engine) ->
     result = tuner.run(X, executor=mortal)
     outcomes = collections.Counter(trial.outcome for trial in result.trials)
     assert result.trials[9].outcome is Outcome.CRASHED
-    # Twice alone, and before that among others if these were under way, too.
+    # Twice alone, and before that possibly among others that were under way.
     assert re.search("engine that ran it died (twice|3 times): on", result.trials[9].message)
     assert outcomes[Outcome.CRASHED] <= 3
     assert outcomes.keys() <= {Outcome.OK, Outcome.SLOW, Outcome.CRASHED}, result.table()
@@ -240,7 +240,7 @@ def test_cancelling_leaves_nothing_alive(engine: Engine, tmp_path: Path) -> None
     assert eventually(lambda: not sandboxes(with_own=True), timeout_s=30)
     print(f"nothing was alive after {time.monotonic() - began:.2f} s")
     traced = len(notes(tmp_path))
-    result = run()  # another one works, and goes on from the journal
+    result = run()  # a new run works, and continues from the journal
     assert sorted(seen.ended) == list(range(20))
     assert len(result.trials) == 20
     assert len({n for n, _ in notes(tmp_path)[traced:]}) <= 20
@@ -265,7 +265,7 @@ def test_the_same_call_submitted_twice_sweeps_once(engine: Engine) -> None:
 
 def test_a_scheduler_that_restarts_loses_nothing(engine: Engine) -> None:
     if engine.client is None:
-        pytest.skip("only Dask's can be told to")
+        pytest.skip("only Dask's scheduler can restart here")
     seen = Following(3, lambda: engine.client.restart(wait_for_workers=False))
     tuner = quarantune.AutoTuner(
         engine_kernels.plain, {"n": list(range(20))}, on_progress=seen, rep=2, ref_fn=None, name="restarted"

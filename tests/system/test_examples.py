@@ -1,4 +1,4 @@
-"""The examples do what they say, as scripts, and leave nothing behind."""
+"""The examples run as scripts, show the documented results, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLES = [
 
 
 def run(example: str, place: Path, *, timeout_s: float = 280, **environ: str) -> str:
-    """Runs an example to its good end and returns what it printed."""
+    """Runs an example, asserts that it succeeds, and returns its output."""
     mark, tmpdir = uuid.uuid4().hex, place / "tmp"
     tmpdir.mkdir()
     before = set(shared_memory())
@@ -47,7 +47,7 @@ def run(example: str, place: Path, *, timeout_s: float = 280, **environ: str) ->
 
 @pytest.fixture(scope="module")
 def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Runs the examples that tests of this session ask for, two at a time: each leaves a core idle most of the time."""
+    """Runs the examples that this session's tests ask for, two at a time: each leaves a core mostly idle."""
     with ThreadPoolExecutor(2) as pool:
         places = {name: tmp_path_factory.mktemp(Path(name).stem) for name in selected(request, "example")}
         yield {name: pool.submit(run, name, place) for name, place in places.items()}
@@ -75,7 +75,7 @@ def test_the_contextual_example_reports_each_kernel(example: str, printed: dict[
 
 
 @pytest.mark.slow
-def test_the_hostile_example_names_every_outcome_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_hostile_example_shows_every_outcome(tmp_path: Path) -> None:
     deadline = str(deadline_s(2.0))
     printed = run("hostile.py", tmp_path, QUARANTUNE_TIMEOUT=deadline, QUARANTUNE_COMPILE_TIMEOUT=deadline)
     assert "all 32 outcomes are right; the best config is {'mode': 'good'}" in printed
@@ -84,11 +84,11 @@ def test_the_hostile_example_names_every_outcome_and_leaves_nothing(tmp_path: Pa
 @pytest.mark.target
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
-def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Path) -> None:
+def test_the_tpu_example_lists_failures_by_generation(tmp_path: Path) -> None:
     printed = run("tpu_flash_attention.py", tmp_path, timeout_s=280)
     assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
     assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error \[\d\]|timeout)", printed, re.MULTILINE)) == 2 * 12
-    # Its compiler takes seconds to find out, which on a busy machine is longer than the example's deadline.
+    # Its compiler takes seconds to fail: on a busy machine, longer than the example's deadline.
     assert re.search(r"^ +1024 +4096 +(?:error .* 20\.9\d of 16\.00 MiB|timeout)", printed, re.MULTILINE)
     assert re.search(r"\d of 12 block sizes compile for TPU v5e and TPU v6e", printed)
 
@@ -96,7 +96,7 @@ def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Pat
 @pytest.mark.target
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not targets.has_plugin("cuda"), reason="needs the `cuda-compile` extra")
-def test_the_hopper_example_tells_which_configs_compile(tmp_path: Path) -> None:
+def test_the_hopper_example_lists_the_configs_that_compile(tmp_path: Path) -> None:
     printed = run("hopper_matmul.py", tmp_path, timeout_s=280)
     assert "14 of 24 configs compile for NVIDIA H100" in printed
     over = re.findall(r"^ +\d+ +\d+ +\d .*error \[1\] +[\d.]+ of 227 KiB$", printed, re.MULTILINE)

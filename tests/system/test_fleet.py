@@ -1,4 +1,4 @@
-"""The submitter of a sweep on many machines: its cost for each config, its memory, and whether machines wait for it."""
+"""The submitter of a sweep on many machines costs little per config, needs little memory, and lets no machine wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(json.dumps(dataclasses.asdict(fleet.measure(workers=40, configs=18_000, tr
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-def test_a_sweep_on_many_machines_costs_the_submitter_little_and_lets_none_wait(tmp_path: Path) -> None:
+def test_a_sweep_on_many_machines_costs_its_submitter_little(tmp_path: Path) -> None:
     if not SCRIPT.exists():
         pytest.skip("a source distribution may leave the benchmarks out")
     report = json.loads(python("-c", MEASURE, SCRIPT.parent, JAX_PLATFORMS="cpu"))
@@ -31,8 +31,8 @@ def test_a_sweep_on_many_machines_costs_the_submitter_little_and_lets_none_wait(
     assert report["is_best"], "the final on one machine finds the fastest of all"
     assert report["cpu_ms"] < 2
     assert report["growth_bytes"] < 5 * report["record_bytes"], "memory holds the trials and little else"
-    # Further shards wait in the engine's queue, so that a machine does not wait for the submitter at all; both times
-    # are those of one process, which a busy machine delays alike.
+    # Further shards wait in the engine's queue, so that no machine waits for the submitter. One process measures both
+    # times, so a busy machine delays both alike.
     assert report["idle_s"] <= report["start_s"] + report["longest_round_trip_s"]
 
 
@@ -50,7 +50,7 @@ def test_shards_are_large_at_first_and_small_at_the_end(configs: int, machines: 
     assert sum(sizes[-machines:]) <= shards.LEAST * machines
 
 
-def test_configs_that_hung_before_stay_in_shards_of_their_own() -> None:
+def test_configs_that_hung_before_have_separate_shards() -> None:
     pending = collections.deque(shards.partition(range(200), last=range(100, 200)))
     given = [shards.joined(pending, shards.MOST, 1) for _ in range(len(pending)) if pending]
     assert all(len({index >= 100 for index in shard.indices}) == 1 for shard in given)

@@ -1,4 +1,4 @@
-"""On a real GPU: compiling without one, and containing kernels that go wrong on it."""
+"""With a real GPU, workers compile without it, and kernels that go wrong on it are contained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def call(kernel, x, *, out=None, grid=()):
 
 
 def note_devices(directory: str) -> None:
-    """Notes, inside a compile worker, which device files it has open and what it takes its platform for."""
+    """Notes, inside a compile worker, the device files that it has open and the platform that it sees."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -89,7 +89,7 @@ def test_kernels_compile_in_workers_that_never_open_the_gpu(held, tmp_path):
     result = doubled.tune(x, str(notes_in))
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
     assert {trial.route for trial in result.trials} == {Route.APART}
-    (notes_in / str(os.getpid())).unlink(missing_ok=True)  # this process compares the defaults' program with its own
+    (notes_in / str(os.getpid())).unlink(missing_ok=True)  # this process compares programs of the defaults
     notes = [file.read_text() for file in notes_in.iterdir()]
     assert notes == ["gpu []"] * 3
     assert (doubled(x, str(notes_in)) == 2 * x).all()
@@ -138,7 +138,7 @@ def test_the_first_call_after_a_sweep_compiles_nothing_here(held, is_committed, 
 
 def bad_kernel(x_ref, o_ref, *, mode: str):
     if mode == "spin":
-        # It stores and loads each time round: a loop without effect may be compiled away, however long it is.
+        # Each turn stores and loads, because the compiler may remove a loop without effect.
         def body(last):
             o_ref[...] = x_ref[...] * 0 + last
             return jnp.max(o_ref[...])
@@ -175,13 +175,13 @@ def test_kernels_that_spin_or_scribble_are_contained(held):
 @functools.partial(jax.jit, static_argnames=["mode"])
 def hungry(x, mode: str = "good"):
     if mode == "greedy":
-        # What a loop carries must exist as a whole: 256 GB.
+        # A loop's carry must exist as a whole: 256 GB.
         big = jnp.broadcast_to(x[:1], (1 << 36,))
         return x + jax.lax.fori_loop(0, 3, lambda i, carried: carried * 1.5 + i, big)[: x.shape[0]]
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
-def test_a_program_that_wants_more_memory_than_the_gpu_has_is_contained(held):
+def test_a_program_larger_than_gpu_memory_is_contained(held):
     result = hungry.tune(held[:1024])
     table = result.table(width=160)
     assert [trial.outcome.value for trial in result.trials] == ["ok", "device_oom", "ok"], table
@@ -202,7 +202,7 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
 
 
 def left_by_xla() -> list[str]:
-    """Returns, in a worker, the files in which XLA has left what it found out for workers of the same process."""
+    """Returns, in a worker, the files of XLA's findings for workers of the same process."""
     return [str(file) for file in Path("/dev/shm").glob(f"quarantune-{os.environ.get(SANDBOX_MARK)}/**/*.pb")]
 
 
@@ -214,10 +214,10 @@ def layers(x, up, down, notes_in: str, last: str = "sin", chunk: int = 8):
     return jax.lax.map(getattr(jnp, last), x.reshape(-1, chunk, x.shape[1])).reshape(x.shape)
 
 
-def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_process(held, tmp_path, monkeypatch):
+def test_xla_reuses_the_gemm_choices_of_earlier_configs(held, tmp_path, monkeypatch):
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
     notes_in, notes_of_cosines = tmp_path / "notes", tmp_path / "cosines"
-    template.close_shared()  # other tests may have left what this one looks for
+    template.close_shared()  # other tests may have left files of XLA
     x, up, down = (jnp.ones(shape, jnp.bfloat16) for shape in [(512, 328), (328, 136), (136, 328)])
     tuned = quarantune.autotune({"chunk": [8, 16, 32, 64]}, rep=5)(layers)
     heard = []
@@ -243,7 +243,7 @@ def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_proces
         jax.monitoring.unregister_event_listener(listen)
 
 
-def test_a_jitted_function_whose_kernels_are_tuned_is_compiled_as_others_are(held):
+def test_a_jit_whose_kernels_are_tuned_compiles_like_any_other(held):
     whole = quarantune.contextual_autotune(jax.jit(lambda x: jnp.tanh(plain_dot(x, x))))
     result = whole.tune(jnp.ones((512, 512), jnp.bfloat16))
     assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}, result.table()
@@ -255,7 +255,7 @@ def sorted_rows(x, rows: int = 1):
     return jnp.sort(jnp.sort(x.reshape(rows, -1), axis=-1).reshape(-1))
 
 
-def test_a_sort_takes_as_long_in_a_sweep_as_in_the_program_of_a_call(held):
+def test_a_sort_takes_as_long_in_a_sweep_as_in_a_call(held):
     result = quarantune.autotune({"rows": [1, 2]}, rep=5)(sorted_rows).tune(held)
     flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
     for trial in result.trials:
@@ -277,7 +277,7 @@ def attention(q, implementation: str = "xla", scale: int = 1):
     ],
     ids=["one of two", "all"],
 )
-def test_calls_of_cudnn_are_compiled_on_the_gpu_that_they_are_planned_for(held, options):
+def test_cudnn_calls_are_compiled_on_the_gpu(held, options):
     q = held[: 2 * 256 * 4 * 64].reshape(2, 256, 4, 64).astype(jnp.bfloat16) / 2**20
     result = quarantune.autotune(**options, rep=5)(attention).tune(q)
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
@@ -300,7 +300,7 @@ def hostile_dot(a, b, chunks: int = 1, mode: str = "good"):
     return product + len(mode) - len(mode)
 
 
-def test_bad_configs_that_compile_on_the_gpu_cost_no_other_config_its_result(held):
+def test_bad_configs_that_compile_on_the_gpu_harm_no_other(held):
     a = jnp.ones((512, 512), jnp.bfloat16)
     result = hostile_dot.tune(a, a)
     for trial in result.trials:
@@ -317,7 +317,7 @@ def dot_with_a_callback(a, b, chunks: int = 1):
     return jax.pure_callback(lambda x: x, product, product)
 
 
-def test_programs_that_cannot_leave_their_process_are_compiled_and_measured_in_one(held):
+def test_unserialisable_programs_run_where_they_compile(held):
     a = jnp.ones((512, 512), jnp.float32)
     result = dot_with_a_callback.tune(a, a)
     assert {trial.route for trial in result.trials} == {Route.TOGETHER}, result.table()
@@ -343,7 +343,7 @@ def shifted(x, times=1):
         ("TABLE, ON_GPU = jax.device_put(jnp.arange(1024.0), jax.devices()[0]), True", Route.HANDED_OVER),
     ],
 )
-def test_modules_with_arrays_and_questions_of_their_own_are_compiled(held, at_import, route, tmp_path, monkeypatch):
+def test_modules_that_make_arrays_on_import_are_compiled(held, at_import, route, tmp_path, monkeypatch):
     name = f"module_for_{route}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(at_import=at_import))
     monkeypatch.syspath_prepend(tmp_path)
@@ -364,11 +364,11 @@ def raising(x, mode: str = "good"):
     if mode.startswith("other"):
         raise ValueError("nor this one")
     if mode.startswith("memory"):
-        assert gpu.memory_stats()["bytes_limit"] > 1 << 30  # which only the GPU itself can tell
+        assert gpu.memory_stats()["bytes_limit"] > 1 << 30  # only the GPU itself knows it
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
-def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(held):
+def test_an_error_without_the_gpu_is_confirmed_on_it_once(held):
     result = raising.tune(held[:1024])
     table = result.table(width=160)
     outcomes = [trial.outcome for trial in result.trials]
@@ -383,7 +383,7 @@ def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(
 @quarantune.autotune({"part": [1, 2]}, rep=5)
 @functools.partial(jax.jit, static_argnames=["part"])
 def partly_doubled(x, part: int = 1):
-    """Writes its output, or the first part of it alone."""
+    """Writes its output, or only the first part."""
     spec = pl.BlockSpec((256,), lambda i: (i,))
     return pl.pallas_call(
         double_kernel,
@@ -395,13 +395,13 @@ def partly_doubled(x, part: int = 1):
     )(x)
 
 
-def test_memory_that_holds_the_right_values_does_not_pass_for_an_output(held):
+def test_right_values_in_freed_memory_are_not_an_output(held):
     result = partly_doubled.tune(held[:65536])
     assert [trial.outcome for trial in result.trials] == [Outcome.OK, Outcome.WRONG], result.table()
 
 
-def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(held):
-    """Threads of a worker compile, and move inputs, while its profiler is attached."""
+def test_work_while_the_clock_starts_does_not_change_times(held):
+    """A worker's threads compile and move inputs while its profiler attaches."""
     steps = [jax.jit(lambda x: jnp.sort(x)).lower(held).compile() for _ in range(3)]
 
     def of_several_kernels():
@@ -450,11 +450,11 @@ def spread(x, block: int = 64, warps: int = 4):
 
 @functools.partial(jax.jit, static_argnames=["chunks"])
 def centred(x, chunks: int = 1):
-    """Subtracts each column's mean, which takes all devices that x is laid out over."""
+    """Subtracts each column's mean, which needs all devices of x."""
     return jnp.concatenate([part - part.mean(axis=0) for part in jnp.split(x, chunks, axis=1)], axis=1)
 
 
-def test_arguments_laid_out_over_two_gpus_are_tuned_on_two():
+def test_arguments_on_two_gpus_are_tuned_on_two():
     gpus = jax.devices()
     if len(gpus) < 2:
         pytest.skip("one GPU")
@@ -514,10 +514,10 @@ def hostile(x, mode: str = "good", block: int = 64):
     return jax.lax.fori_loop(0, 50, lambda _, y: jnp.sin(y) * 0 + y, y) if mode == "long" else y
 
 
-def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path):
+def test_workers_only_compile_if_this_process_measures(held, tmp_path):
     x, results = held[: 1 << 16], {}
     for isolation in ("process", "compile"):
-        # Each has a cache of its own, because a config that failed to compile is not compiled again.
+        # Caches are separate, because a config that failed to compile is not compiled again.
         with quarantune.settings(isolation=isolation, cache_dir=tmp_path / isolation):
             results[isolation] = hostile.tune(x)
     for result in results.values():
@@ -527,12 +527,12 @@ def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path
     here = results["compile"]
     routes = {trial.route for trial in here.trials if trial.time_ms is not None}
     assert routes == {Route.COMPILED_APART}, here.table()
-    if jax.local_device_count() == 1:  # else the GPU's own clock would add up the times of all
+    if jax.local_device_count() == 1:  # the GPU's clock would add up the times of several devices
         assert here.trials[0].clock == results["process"].trials[0].clock
     assert still_computes(held)
 
 
-def test_a_program_that_xla_tunes_on_the_device_is_measured_here_too(held):
+def test_a_program_that_xla_tunes_can_be_measured_here(held):
     with quarantune.settings(isolation="compile"):
         result = quarantune.autotune({"chunks": [1, 2]}, rep=5)(centred_product).tune(
             held[: 512 * 512].reshape(512, 512)
@@ -549,12 +549,12 @@ def centred_product(x, chunks: int = 1):
 
 
 def product_in_turns(x, mode: str = "good", turns: int = 1):
-    """Multiplies the rows of a matrix with it, part after part, unless it does worse."""
+    """Multiplies the rows of a matrix with it, part by part, or misbehaves."""
     if mode == "fail":
-        raise ArithmeticError("this config is no good")
+        raise ArithmeticError("this config is bad")
     if mode == "hang":
         x = jax.lax.while_loop(lambda y: y[0, 0] < jnp.inf, lambda y: y * 0.5, x)
-    if mode == "starve":  # what a loop carries must exist as a whole: 256 GB
+    if mode == "starve":  # a loop's carry must exist as a whole: 256 GB
         big = jnp.broadcast_to(x[:1, :1], (1 << 18, 1 << 18))
         x = x + jax.lax.fori_loop(0, 3, lambda i, carried: carried * 1.5 + i, big)[:1, :1]
     if mode == "wrong":
@@ -563,7 +563,7 @@ def product_in_turns(x, mode: str = "good", turns: int = 1):
 
 
 @pytest.mark.timeout(400)
-def test_configs_are_ranked_by_a_cheap_compile_and_bad_ones_get_their_outcomes(held):
+def test_configs_are_ranked_by_a_cheap_compile(held):
     good = [{"mode": "good", "turns": turns} for turns in (1, 2, 4, 64, 128, 256, 512)]
     bad = [{"mode": mode, "turns": 2} for mode in ("fail", "hang", "starve", "wrong")]
     jitted = jax.jit(product_in_turns, static_argnames=["mode", "turns"])
@@ -602,7 +602,7 @@ def test_sweeps_for_energy_choose_configs_that_take_as_much(held, monkeypatch):
         assert max(energy_mj) <= 1.03 * min(energy_mj), (first, second, energy_mj)
 
 
-def test_energy_without_its_package_is_refused_by_the_name_of_the_extra(held, monkeypatch):
+def test_energy_without_its_package_names_the_extra(held, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What five other autotuners document runs here, with no more changed than names, as docs/coming-from.md lists them."""
+"""Documented programs of five other autotuners run here with changed names only, as docs/coming-from.md lists them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
 
 
 def tiled_matmul() -> Callable[..., jax.Array]:
-    """Returns a Pallas matmul; a function within a function, so that workers need not import this module."""
+    """Returns a Pallas matmul. It is a nested function, so workers need not import this module."""
 
     def tile(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
         out_ref[...] = jnp.dot(a_ref[...], b_ref[...])
@@ -54,7 +54,7 @@ def matrices(m: int = 64, k: int = 32, n: int = 64) -> tuple[Any, Any]:
 
 
 def entries(cache_dir: Path) -> list[dict[str, Any]]:
-    """Returns what the only cache file holds, by the layout that people read."""
+    """Returns the contents of the only cache file, in the layout for readers."""
     (file,) = cache_dir.glob("*.json")
     (by_key,) = json.loads(file.read_text()).values()
     return list(by_key.values())
@@ -63,9 +63,7 @@ def entries(cache_dir: Path) -> list[dict[str, Any]]:
 # --- tonno ----------------------------------------------------------------------------------------------------
 
 
-def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
-    swept_configs: list[list[Any]], cache_dir: Path
-) -> None:
+def test_tonnos_usage_tunes_once_per_shape(swept_configs: list[list[Any]], cache_dir: Path) -> None:
     pallas_matmul = tiled_matmul()
     configs = [{"BM": 32, "BN": 32}, {"BM": 32, "BN": 64}]
 
@@ -103,9 +101,7 @@ def test_tonnos_non_tunable_static_argument_is_part_of_the_key(swept_configs: li
 
 
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
-def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(
-    transform: str, swept_configs: list[list[Any]]
-) -> None:
+def test_tonnos_sweep_in_a_trace_puts_the_winner_in_it(transform: str, swept_configs: list[list[Any]]) -> None:
     @quarantune.autotune(configs=[{"BM": 1}, {"BM": 2}], warmup=1, rep=3)
     @jax.jit(static_argnames=["BM"])
     def scaled(a: jax.Array, BM: int = 0) -> jax.Array:
@@ -142,7 +138,7 @@ def blocks(*sizes: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
+def test_tilelangs_decorator_takes_a_space_and_inputs(
     swept_configs: list[list[Any]],
 ) -> None:
     def matmul_configs(A: Any, B: Any) -> Iterator[dict[str, int]]:
@@ -184,7 +180,7 @@ def test_tilelangs_inputs_may_be_set_as_one_list(form: Any) -> None:
     assert [float(array[0]) for array in whole[0]] == [2, 2]
 
 
-def test_tilelangs_programmatic_tuner_returns_kernel_latency_and_config() -> None:
+def test_tilelangs_tuner_returns_kernel_latency_and_config() -> None:
     def allclose(C: Any, _: Any, A: Any, B: Any) -> bool:
         return np.allclose(C, np.asarray(A) @ np.asarray(B), rtol=1e-2, atol=1e-2)
 
@@ -239,7 +235,7 @@ def test_tilelangs_inputs_follow_supply_or_come_from_a_function(kind: str) -> No
 
 
 def drifting() -> Callable[..., Any]:
-    """Returns a kernel that is off in one element of a hundred by `drift`."""
+    """Returns a kernel; one element in a hundred is off by `drift`."""
 
     @jax.jit(static_argnames=["drift"])
     def shifted(A: Any, drift: float = 0.0) -> Any:
@@ -271,7 +267,7 @@ def test_tilelangs_checks_keep_wrong_results_from_winning(check: str) -> None:
     assert not any(trial.outcome.is_failure for trial in result.trials if trial.outcome is not Outcome.WRONG)
 
 
-def test_tilelangs_check_may_raise_where_a_result_is_wrong() -> None:
+def test_tilelangs_check_may_raise_if_a_result_is_wrong() -> None:
     def manual_check_prog(C: Any, _: Any, A: Any) -> None:
         np.testing.assert_array_equal(C, A)
 
@@ -282,7 +278,7 @@ def test_tilelangs_check_may_raise_where_a_result_is_wrong() -> None:
 
 
 def test_tilelangs_par_compile_returns_kernels_in_config_order() -> None:
-    cfgs = blocks(64, 48, 32)  # 64 is no multiple of 48
+    cfgs = blocks(64, 48, 32)  # 64 is not a multiple of 48
     A, B = matrices()
     impl = tilelang_kernel()
 
@@ -301,14 +297,14 @@ def test_tilelangs_par_compile_returns_kernels_in_config_order() -> None:
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_par_compile_returns_a_kernel_for_each_config_even_a_repeated_one(is_made: bool) -> None:
+def test_par_compile_returns_a_kernel_for_each_repeated_config(is_made: bool) -> None:
     times = jax.jit(lambda A, n=1: A * n, static_argnames=["n"])
     configs = [{"n": n} for n in (1, 2, 1, 3)]
     kernels = quarantune.compile_configs(times, (lambda A: iter(configs)) if is_made else configs, jnp.ones(2))
     assert [float(kernel(jnp.ones(2))[0]) for kernel in kernels if kernel] == [1, 2, 1, 3]
 
 
-def test_tilelangs_artifact_is_readable_and_loads_without_compiling(tmp_path: Path) -> None:
+def test_tilelangs_artifact_loads_without_compiling(tmp_path: Path) -> None:
     traced = tmp_path / "traced"
 
     @jax.jit(static_argnames=["block"])
@@ -336,7 +332,7 @@ def test_tilelangs_artifact_is_readable_and_loads_without_compiling(tmp_path: Pa
 # --- TritonAutoTuner ------------------------------------------------------------------------------------------
 
 
-def test_triton_auto_tuners_example_tunes_a_plain_function_and_caches_it(
+def test_triton_auto_tuners_example_tunes_and_caches(
     cache_dir: Path,
 ) -> None:
     def dummy_kernel(x: Any, BLOCK_SIZE: int = 64, num_warps: int = 4) -> Any:
@@ -364,7 +360,7 @@ def test_triton_auto_tuners_example_tunes_a_plain_function_and_caches_it(
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_triton_auto_tuners_config_cache_gets_puts_lists_and_clears(on_disk: bool, tmp_path: Path) -> None:
+def test_triton_auto_tuners_cache_gets_puts_lists_and_clears(on_disk: bool, tmp_path: Path) -> None:
     with quarantune.settings(disable_cache=not on_disk):
         cache = quarantune.TuningCache(tmp_path / "configs" if on_disk else None)
         cache.put("gated_mlp", (1024, 4096), "cuda:0", {"BLOCK_M": 64})
@@ -382,7 +378,7 @@ def test_triton_auto_tuners_config_cache_gets_puts_lists_and_clears(on_disk: boo
         assert cache.get("gated_mlp", (1024, 4096), "cuda:0") is None
 
 
-def test_triton_auto_tuner_fails_with_an_error_where_no_config_succeeds() -> None:
+def test_triton_auto_tuner_raises_if_no_config_succeeds() -> None:
     def broken_kernel(x: Any, BLOCK_SIZE: int = 64) -> Any:
         raise ArithmeticError(f"no luck with {BLOCK_SIZE}")
 
@@ -391,7 +387,7 @@ def test_triton_auto_tuner_fails_with_an_error_where_no_config_succeeds() -> Non
     assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
 
 
-def test_triton_auto_tuners_spaces_and_metric_helpers_have_their_names() -> None:
+def test_triton_auto_tuners_spaces_and_metrics_keep_their_names() -> None:
     for kernel_type in ("rmsnorm_rope", "gated_mlp", "fp8_gemm"):
         space = getattr(spaces, f"{kernel_type.upper()}_CONFIGS")
         configs = spaces.generate_configs(space)
@@ -423,7 +419,7 @@ def test_triton_auto_tuners_spaces_need_not_fill_every_key() -> None:
 
 
 def gemm_function() -> quarantune.Autotuned:
-    """Returns the function-level example: its configs by name, keyed and pruned by functions of the arguments."""
+    """Returns the function-level example: named configs, with key and prune functions of the arguments."""
     pallas_matmul = tiled_matmul()
 
     def get_config_space() -> list[dict[str, int]]:
@@ -444,9 +440,7 @@ def gemm_function() -> quarantune.Autotuned:
     return my_gemm_function
 
 
-def test_triton_distributeds_space_is_pruned_and_equal_keys_share_a_sweep(
-    swept_configs: list[list[Any]], cache_dir: Path
-) -> None:
+def test_triton_distributeds_space_is_pruned_and_keyed(swept_configs: list[list[Any]], cache_dir: Path) -> None:
     my_gemm_function = gemm_function()
     for rows in (64, 128):
         A, B = matrices(m=rows)
@@ -458,7 +452,7 @@ def test_triton_distributeds_space_is_pruned_and_equal_keys_share_a_sweep(
 
 
 @pytest.mark.slow
-def test_triton_distributeds_key_and_prune_functions_may_omit_statics(swept_configs: list[list[Any]]) -> None:
+def test_triton_distributeds_key_and_prune_fn_may_omit_statics(swept_configs: list[list[Any]]) -> None:
     def configs(A: Any) -> list[dict[str, int]]:
         return [{"BLOCK": size} for size in (1, 2) if size <= A.size]
 
@@ -473,9 +467,9 @@ def test_triton_distributeds_key_and_prune_functions_may_omit_statics(swept_conf
     assert len(swept_configs) == 2  # the static argument still counts
 
 
-def test_triton_distributeds_config_objects_prune_and_run_as_listed() -> None:
+def test_triton_distributeds_config_objects_run_as_listed() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Config:  # as triton.Config is
+    class Config:  # like triton.Config
         kwargs: dict[str, int]
         num_stages: int = 3
         num_warps: int = 4
@@ -522,7 +516,7 @@ def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
 
 
 @pytest.mark.slow
-def test_triton_distributeds_environment_retunes_and_checks_versions(
+def test_triton_distributeds_variables_retune_and_check_versions(
     swept_configs: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(A: Any, BLOCK: int = 1) -> Any:
@@ -547,7 +541,7 @@ def test_triton_distributeds_environment_retunes_and_checks_versions(
 
 
 @pytest.mark.slow
-def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
+def test_triton_distributeds_per_call_switches_work(
     swept_configs: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     my_gemm_function = gemm_function()
@@ -561,7 +555,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
 
 
 @pytest.mark.slow
-def test_triton_distributeds_contextual_example_tunes_every_kernel(
+def test_triton_distributeds_contextual_example_tunes_all(
     swept_configs: list[list[Any]],
 ) -> None:
     pallas_matmul = tiled_matmul()

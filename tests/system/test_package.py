@@ -1,4 +1,4 @@
-"""The package's own description: its author, its version everywhere, and what a user installs."""
+"""The package states the same author, version and license everywhere, and users install only the package."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_author_version_and_license_are_the_same_everywhere() -> None:
     assert f"\nlicense: {PROJECT['project']['license']}\n" in citation
 
 
-def test_the_changelog_has_a_part_for_the_next_release_that_names_it() -> None:
+def test_the_changelog_has_a_part_for_the_next_release() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     first, *released = re.findall(r"^## (.+)$", changes, flags=re.MULTILINE)
     assert first == "Unreleased"
     assert quarantune.__version__ in (released[0] if released else changes.split("\n### ")[0])
 
 
-def test_users_install_the_package_and_nothing_else() -> None:
+def test_users_install_only_the_package() -> None:
     assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/quarantune"]}
     package = ROOT / "src" / "quarantune"
     found = [path.relative_to(package) for path in package.rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""Ranks of one `jax.distributed` program, each with a cache of its own: they always run the same config."""
+"""Ranks of one `jax.distributed` program always run the same config, whatever their separate caches hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RANKS = 4
 
 
 def start(directory: Path, *cases: str, hung_s: float = 240) -> list[int]:
-    """Runs some cases of `ranks_program.py`, or all, and returns the exit codes of the ranks."""
+    """Runs some or all cases of `ranks_program.py`, and returns the exit codes of the ranks."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -84,7 +84,7 @@ def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path)
 
     assert same("one_is_warm") == [2, 2]
     assert same("all_differ") == same("all_differ again")
-    assert of("own") == [1, 2, 3, 1]  # and yet each has another config in its cache
+    assert of("own") == [1, 2, 3, 1]  # yet each has a different config in its cache
     for case in ("all_are_cold", "one_is_late", "the_tuner_fails", "the_tuner_raises", "one_tunes_explicitly"):
         assert same(case) in (1, 2, 3), case
     assert same("all_fail") == [0, 0]
@@ -108,13 +108,13 @@ def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path)
     for rank, log in enumerate(logs):
         assert f"all_differ: rank {rank} of 4 runs n={results[0]['all_differ']}, as all ranks do: " in log
     assert any("all_are_cold: rank 0 of 4 " in line for line in logs[0].splitlines())
-    assert sum("all_are_cold: best of 3" in log for log in logs) == 1  # one rank has tuned for all
+    assert sum("all_are_cold: best of 3" in log for log in logs) == 1  # one rank tuned for all
     assert "interrupted_while_waiting: rank 1 of 4 waits for rank 0 to tune it" in logs[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_path: Path) -> None:
+def test_waiting_ranks_end_when_the_coordinator_dies(tmp_path: Path) -> None:
     codes = start(tmp_path, "coordinator_dies")
     assert codes[0] == -signal.SIGKILL
     for rank in range(1, RANKS):
@@ -127,7 +127,7 @@ def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_that_tunes_when_the_coordinator_dies_loses_no_trial_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_tuning_rank_loses_no_trial_if_the_coordinator_dies(tmp_path: Path) -> None:
     codes = start(tmp_path, "coordinator_dies_while_another_tunes")
     assert codes[0] == -signal.SIGKILL
     assert 0 not in codes
@@ -135,15 +135,15 @@ def test_a_rank_that_tunes_when_the_coordinator_dies_loses_no_trial_and_leaves_n
     assert eventually(lambda: not carriers(MARK, str(tmp_path))), "no worker outlives its rank"
     (journal,) = (tmp_path / "cache 1" / "left_alone.trials").glob("*.jsonl")
     outcomes = [record["trial"]["outcome"] for record in read(journal)]
-    assert "ok" in outcomes, "the next program goes on from here"
+    assert "ok" in outcomes, "the next program continues from here"
 
 
 @pytest.fixture
 def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Client:
-    """Makes this process rank 0 of two, with a store of its own."""
+    """Makes this process rank 0 of two, with a private store."""
     from jax._src import distributed
 
-    jax.devices()  # else JAX would make its CPU devices with this client
+    jax.devices()  # otherwise JAX makes its CPU devices with this client
     client = Client()
     monkeypatch.setattr(distributed.global_state, "client", client)
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
@@ -151,7 +151,7 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 class Client:
-    """A store as JAX's client has it."""
+    """A store with the interface of JAX's client."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -183,13 +183,13 @@ def test_a_service_that_does_not_answer_is_named_in_one_line(one_of_two: Client,
         tuner().run(1)
 
 
-def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client, no_process: None) -> None:
+def test_a_config_that_no_rank_may_offer_is_refused(one_of_two: Client, no_process: None) -> None:
     acts = (set_out(one_of_two) for _ in range(1))
 
     def prune(*_: Any) -> bool:
         return next(acts, False)
 
-    with pytest.raises(quarantune.TuningFailedError):  # all ranks but this one are out already
+    with pytest.raises(quarantune.TuningFailedError):  # only this rank is left
         tuner(prune_fn=prune).run(1)
     (answer,) = (key for key in one_of_two.values if key.endswith("/answer"))
     one_of_two.values[answer] = '{"config":{"n":"evil"},"rank":1,"source":"cache"}'
@@ -198,7 +198,7 @@ def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client
 
 
 @pytest.mark.parametrize(("isolation", "starts"), [("none", True), ("compile", True), ("process", False)])
-def test_ranks_that_may_measure_here_start_jax_before_any_waits(
+def test_ranks_that_may_measure_start_jax_before_any_waits(
     isolation: str, starts: bool, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     stores: list[dict[str, str]] = []
@@ -214,7 +214,7 @@ def set_out(client: Client) -> bool:
     return False
 
 
-def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
+def test_ranks_without_a_tuner_share_a_near_config(
     one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.0)
@@ -248,7 +248,7 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     ]
 
 
-def test_a_look_up_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:
+def test_a_lookup_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:
     def shown() -> list[Any]:
         return [sweep for screen in progress._shared.values() for sweep in screen.sweeps]
 
@@ -283,7 +283,7 @@ def test_a_fork_of_a_rank_does_not_use_its_client(one_of_two: Client) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
 
 
-def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jax_without_the_store_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src import distributed
 
     monkeypatch.setattr(distributed, "global_state", object())
@@ -293,7 +293,7 @@ def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPat
     assert len(caught) == 1
 
 
-def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> None:
+def test_ranks_wait_for_the_longest_sweep_allowed() -> None:
     def deadline_s(count: int, **options: Any) -> float:
         configs = [{"n": n} for n in range(count)]
         autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)
@@ -305,5 +305,5 @@ def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> Non
 
     assert deadline_s(6) == 20 * 110
     assert deadline_s(6, max_trials=2) == 12 * 110
-    assert deadline_s(1000) == 808 * 110  # a large space is searched, with at most 400 trials
+    assert deadline_s(1000) == 808 * 110  # a search of a large space has at most 400 trials
     assert deadline_s(1000, time_budget=60) == 60 + 10 * 110

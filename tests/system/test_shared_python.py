@@ -1,4 +1,4 @@
-"""Scripts that share a process fail as those of processes of their own do, and leave nothing to the next one."""
+"""Scripts that share a process fail as in separate processes, and leave nothing to the next script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shared() -> Iterator[SharedPython]:
         ("import os; os.write(2, b'last words'); os.abort()", -6, "last words"),
     ],
 )
-def test_a_script_that_fails_is_told_and_the_next_one_runs(
+def test_a_script_that_fails_is_reported_and_the_next_runs(
     text: str, returncode: int, stderr: str, shared: SharedPython, tmp_path: Path
 ) -> None:
     failing, good = tmp_path / "failing.py", tmp_path / "good.py"
@@ -39,7 +39,7 @@ def test_a_script_that_fails_is_told_and_the_next_one_runs(
     assert (done.returncode, done.stdout, done.stderr) == (0, "good\nchild\n", "")
 
 
-def test_a_script_leaves_no_names_modules_or_surroundings_to_the_next_one(shared: SharedPython, tmp_path: Path) -> None:
+def test_a_script_leaves_no_names_or_modules_to_the_next(shared: SharedPython, tmp_path: Path) -> None:
     one, other = (tmp_path / name for name in ("one", "other"))
     for directory in (one, other):
         directory.mkdir()

@@ -1,6 +1,6 @@
-"""What tuning may cost: a cached call, a first look-up, a large cache, the sandbox around a config, and the import.
+"""The cost of a cached call, a first lookup, a large cache, the sandbox and the import stays within bounds.
 
-Bounds hold for the best of a few attempts, since a busy machine makes any of them slow and none of them fast.
+Bounds hold for the best of a few attempts: a busy machine can make an attempt slow, never fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_code(code: str, *arguments: object) -> str:
 # --- cached calls -------------------------------------------------------------------------------------------
 
 
-def test_a_cached_call_costs_little_more_than_the_jitted_function() -> None:
+def test_a_cached_call_costs_little_more_than_the_jit() -> None:
     @functools.partial(jax.jit, static_argnames=["n"])
     def add(x: Any, y: Any, n: int = 1) -> Any:
         return x + n * y
@@ -62,7 +62,7 @@ def test_a_cached_call_costs_little_more_than_the_jitted_function() -> None:
         times = [(time_of(tuned), time_of(by_hand)) for _ in range(41)]
         return statistics.median(t for t, _ in times) / statistics.median(h for _, h in times)
 
-    # It is about 1.3 on a quiet machine, as examples/benchmarks/compare.py shows.
+    # A quiet machine has a ratio of about 1.3: see examples/benchmarks/compare.py.
     assert best_of(ratio, limit=1.3) <= 1.6
 
 
@@ -104,7 +104,7 @@ def test_a_first_call_with_a_warm_cache_reads_one_file_once(tmp_path: Path, cach
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_lookup_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "warm_kernel.py").write_text(MODULE)
     run_code("import sys; sys.path.insert(0, sys.argv[1]); from warm_kernel import kernel; kernel(1.0)", tmp_path)
     store = Store(cache_dir)
@@ -115,17 +115,17 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         import sys, time
         sys.path.insert(0, sys.argv[1])
         from warm_kernel import kernel
-        kernel._tuner  # what the first call imports
+        kernel._tuner  # imports as the first call does
         from quarantune.values import settings as environment
         from quarantune.cache.store import Store
-        started = time.process_time()  # as others may want the CPU, too
+        started = time.process_time()  # CPU time, because others may want the CPU
         assert kernel.lookup(1.0) is not None
         looked_up = time.process_time()
         Store(environment.current().cache_dir).put("warm", "another", "key", {"config": {"n": 1}})
         print(looked_up - started, time.process_time() - looked_up)
     """
     times = [tuple(map(float, run_code(measure, tmp_path).split())) for _ in range(ATTEMPTS)]
-    # The aim is 150 ms and 300 ms. Twice that is allowed here, as machines that run tests are slow and shared.
+    # The aim is 150 ms and 300 ms. The test allows twice that, because machines that run tests are slow and shared.
     assert min(lookup_s for lookup_s, _ in times) < 2 * 0.150
     assert min(write_s for _, write_s in times) < 2 * 0.300
 
@@ -136,7 +136,7 @@ def test_tuning_anew_looks_for_one_entry_only(monkeypatch: pytest.MonkeyPatch) -
     read: list[str] = []
     monkeypatch.setattr(Store, "read", lambda store, name: read.append(name))
     many.tune(np.zeros(4, np.float32))
-    assert read == [], "of 5,000 entries, reading all takes 150 ms, and looking for one 0.3 ms"
+    assert read == [], "reading 5,000 entries takes 150 ms, and looking for one 0.3 ms"
 
 
 FIRST_CALL = """
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 
 
 class FirstCall:
-    """The first call of a process: our modules that are imported after it, and our files whose functions it ran."""
+    """The first call of a process: quarantune's modules imported after it, and quarantune's files that it ran."""
 
     def __init__(self, program: Path, **environ: str) -> None:
         about = json.loads(python(program, **environ).splitlines()[-1])
@@ -186,7 +186,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
-    """The first call of a process that tunes, and that of the next process."""
+    """The first call of a process that tunes, and the first call of the next process."""
     where = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache")), "QUARANTUNE_PROGRESS": "0"}
     return FirstCall(program, **where), FirstCall(program, **where)
 
@@ -198,14 +198,14 @@ def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, Firs
     assert len(miss.ran) <= 91, miss.ran
 
 
-def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_call_is_bound_and_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros(4, np.float32)
     trivial(2).tune(x)
     found, done = trivial(2), collections.Counter[str]()
 
     def counted(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
-            if name != "bound" or args[0] is found.function.signature:  # JAX has signatures of its own
+            if name != "bound" or args[0] is found.function.signature:  # JAX has other signatures
                 done[name] += 1
             return fn(*args, **kwargs)
 
@@ -248,7 +248,7 @@ def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
+def test_a_cached_call_imports_nothing_for_tuning(
     miss_and_hit: tuple[FirstCall, FirstCall], program: Path, tmp_path: Path
 ) -> None:
     miss, hit = miss_and_hit
@@ -273,7 +273,7 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
 
 
 @pytest.mark.slow
-def test_a_call_with_made_configs_whose_result_is_saved_imports_no_more(tmp_path: Path) -> None:
+def test_a_cached_call_with_made_configs_imports_no_more(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(FIRST_CALL.replace('[{"n": 1}, {"n": 2}]', 'lambda x: [{"n": 1}, {"n": 2}]'))
     miss, hit = (FirstCall(program, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
@@ -308,7 +308,7 @@ def trivial(count: int) -> quarantune.Autotuned:
 
 
 def share_of_a_core() -> float:
-    """Returns how much of a core a busy machine gives to somebody who wants all of it."""
+    """Returns the share of a core that a busy machine gives to a process that wants all of it."""
     started, cpu_started = time.perf_counter(), time.process_time()
     while time.perf_counter() - started < 0.2:
         pass
@@ -319,8 +319,8 @@ def share_of_a_core() -> float:
 def test_the_sandbox_adds_at_most_60_ms_per_config() -> None:
     x = np.zeros(4, np.float32)
     few, many = trivial(4), trivial(24)
-    numbers = itertools.count(100)  # JAX has compiled a number that it has seen
-    few.tune(x)  # the template is up, and has what a worker imports
+    numbers = itertools.count(100)  # JAX has compiled earlier numbers
+    few.tune(x)  # starts the template, with a worker's imports
 
     def in_process_s(n: int) -> float:
         started = time.perf_counter()
@@ -330,7 +330,7 @@ def test_the_sandbox_adds_at_most_60_ms_per_config() -> None:
         return time.perf_counter() - started
 
     def overhead_ms() -> float:
-        """What a sweep costs whatever its size, such as its final, drops out: two sizes are compared."""
+        """Compares two sizes, so that fixed costs of a sweep, such as its final, drop out."""
         share = share_of_a_core()
         in_process = statistics.median(in_process_s(next(numbers)) for _ in range(20))
         started = time.perf_counter()
@@ -347,7 +347,7 @@ def test_the_sandbox_adds_at_most_60_ms_per_config() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_config_costs_the_callers_process_little_cpu() -> None:
-    # In a process of its own: the garbage collector's rounds take longer in one that has run two thousand tests.
+    # A new process, because garbage collection takes longer in a process that has run two thousand tests.
     measure = """
         import functools, sys, time
         import jax, numpy as np, quarantune
@@ -369,14 +369,14 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
             fn.tune(x)
             cpu_ms = 1e3 * (time.process_time() - cpu_started) / 30
             took_ms = 1e3 * (time.perf_counter() - started) / 30
-            # On a quiet machine a config takes 70 ms at most. A busy one makes it take longer, and meanwhile the
-            # workers' memory is watched, and every wake-up finds its caches cold: neither is work for the config.
+            # On a quiet machine a config takes 70 ms at most. On a busy machine it takes longer, and watching the
+            # workers' memory and waking up with cold caches cost time that is not work for the config.
             print(cpu_ms := cpu_ms / max(1.0, took_ms / 70))
             if cpu_ms < float(sys.argv[2]):
                 break
     """
-    # The aim is 2 ms; a quiet machine takes 1.6. Twice that is allowed here, as machines that run tests are slow and
-    # shared: the same one was seen to take 2.3 an hour later.
+    # The aim is 2 ms; a quiet machine takes 1.6. The test allows twice that, because machines that run tests are slow
+    # and shared: one took 2.3 an hour later.
     limit_ms = 2 * 2
     assert min(map(float, run_code(measure, ATTEMPTS, limit_ms).split())) < limit_ms
 
@@ -385,14 +385,14 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
+def test_importing_quarantune_costs_at_most_1_2_times_jax() -> None:
     script = "import time; t = time.process_time(); {}; print(time.process_time() - t)"
     imports = ("from quarantune import autotune", "import jax")
 
     def ratio() -> float:
         times = [[float(run_code(script.format(statement))) for statement in imports] for _ in range(2)]
         ours, theirs = zip(*times, strict=True)
-        return min(ours) / min(theirs)  # a busy machine makes any of them longer and none shorter
+        return min(ours) / min(theirs)  # a busy machine makes times longer, never shorter
 
     assert best_of(ratio, limit=1.2) <= 1.2
 

@@ -1,4 +1,4 @@
-"""No two files of the package import each other, however indirectly."""
+"""No two files of the package import each other, even indirectly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_imports_make_no_circle() -> None:
     assert not found, "\n".join(line for circle in found for line in structure.names_between(circle))
 
 
-def test_circles_are_found_wherever_a_file_imports(tmp_path: Path) -> None:
+def test_circles_are_found_wherever_an_import_stands(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from pack.a import one",
         "a.py": "def one():\n    from pack.low import b",
@@ -83,4 +83,4 @@ def test_lines_that_ask_where_a_trial_runs_are_counted(tmp_path: Path) -> None:
 def test_few_lines_ask_where_a_trial_runs() -> None:
     asking = of_package().asking_lines()
     assert asking.total() <= 35, asking.most_common()
-    assert asking["scheduler/routes/choosing.py"] >= 10, "it is the place that asks"
+    assert asking["scheduler/routes/choosing.py"] >= 10, "this file should ask most"

@@ -1,4 +1,4 @@
-"""Programs that type checkers must accept, and lines that they must refuse."""
+"""Type checkers accept right programs and refuse wrong lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _marked() -> set[tuple[str, int]]:
     return {(name, i) for name, text in lines.items() for i, line in enumerate(text, 1) if line.endswith("# refused")}
 
 
-def test_the_typed_jit_is_the_one_of_jax() -> None:
+def test_the_typed_jit_is_jax_jit() -> None:
     assert quarantune.jit is jax.jit
 
 

@@ -1,4 +1,4 @@
-"""The doctor finds each thing that is in the way of tuning, provoked for real, and names its remedy."""
+"""The doctor finds every obstacle to tuning, provoked for real, and names its remedy."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def can_mount() -> bool:
 def diagnose(
     directory: Path, *, parts: str = "quick", mounts: str = "", descriptors: object = "any", **environ: str
 ) -> tuple[int, dict[str, dict[str, str]]]:
-    """Runs the doctor in a process of its own, and returns its exit status and its findings by name."""
+    """Runs the doctor in a new process, and returns its exit status and its findings by name."""
     program = directory / "program.py"
     program.write_text(PROGRAM)
     before: list[str] = []
     if mounts:
         if not can_mount():
-            pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+            pytest.skip("users of this machine cannot have private mounts (unshare -rm)")
         before = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
     changes = {**dict.fromkeys(name for name in os.environ if name.endswith("_NUM_THREADS")), **environ}
     changes["PYTHONPATH"] = os.pathsep.join([environ.get("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
@@ -91,14 +91,14 @@ def test_a_read_only_cache_directory_is_found(tmp_path: Path, cache_dir: Path) -
 
 
 @pytest.mark.slow
-def test_whatever_makes_tuning_slow_or_unsafe_is_found_although_it_works(tmp_path: Path) -> None:
+def test_the_doctor_finds_what_is_slow_or_unsafe_but_works(tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "sitecustomize.py").write_text(NO_LOCKS)
     told = {
         "descriptors": ("may have 64 open", "ulimit -n 1024"),
         "cache locks": ("a lock has no effect", ""),
     }
-    if doctor.machine.available_cpus() > 1:  # one thread is all that one core can run
+    if doctor.machine.available_cpus() > 1:  # one core can run only one thread
         told["thread variables"] = ("OMP_NUM_THREADS=1", "")
     if can_mount():
         told["/dev/shm"] = ("1.0 MiB of 1.0 MiB", "--shm-size")
@@ -123,7 +123,7 @@ def test_too_few_descriptors_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
+def test_a_missing_cuda_plugin_is_found_if_there_is_a_driver(tmp_path: Path) -> None:
     if any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")):
         pytest.skip("JAX's CUDA plugin is installed")
     (tmp_path / "driver" / "nvidia").mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
     assert "pip install 'jax[cuda13]'" in found["NVIDIA GPU"]["remedy"]
     assert status == 1
     status, found = diagnose(tmp_path, mounts=mounts, JAX_PLATFORMS="cpu")
-    assert (status, found["NVIDIA GPU"]["status"]) == (0, "ok"), "the CPU was asked for"
+    assert (status, found["NVIDIA GPU"]["status"]) == (0, "ok"), "the user asked for the CPU"
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_tpu_is_found_on_the_pci_bus(device: str, is_tpu: bool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) -> None:
+def test_a_plugin_that_does_not_load_is_found_with_a_driver(tmp_path: Path) -> None:
     (tmp_path / "driver" / "nvidia").mkdir(parents=True)
     (tmp_path / "driver" / "nvidia" / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.1\n")
     about = tmp_path / "site" / "broken_plugin-1.0.dist-info"
@@ -167,7 +167,7 @@ def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_bad_variable_is_one_finding_and_the_others_are_still_made(tmp_path: Path) -> None:
+def test_a_bad_variable_is_one_finding_among_the_others(tmp_path: Path) -> None:
     status, found = diagnose(tmp_path, QUARANTUNE_TIMEOUT="soon")
     assert found["settings"]["status"] == "fail"
     assert "QUARANTUNE_TIMEOUT" in found["settings"]["found"]
@@ -256,7 +256,7 @@ def test_a_filesystem_whose_locks_bind_one_host_is_named(
 
 
 @pytest.mark.slow
-def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
+def test_a_filesystem_has_the_type_of_its_last_nearest_mount(tmp_path: Path) -> None:
     odd = tmp_path / "\u00e9 \v\u2028\udcff"
     program = (
         "import os, pathlib, subprocess, sys\n"
@@ -269,15 +269,13 @@ def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point
         "print(mounted('ramfs'), mounted('tmpfs'), filesystem(odd.parent) == before != '')\n"
     )
     if not can_mount():
-        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+        pytest.skip("users of this machine cannot have private mounts (unshare -rm)")
     odd.mkdir()
     said = python("-c", program, odd, before=["unshare", "-rm"])
     assert said == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n"
 
 
-def test_a_program_without_a_limit_on_processes_may_start_any_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_limit_on_processes_allows_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -310,7 +308,7 @@ def test_the_findings_are_plain_data() -> None:
         ("cpu", []),
     ],
 )
-def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work(
+def test_an_unused_plugin_differs_from_a_broken_one(
     monkeypatch: pytest.MonkeyPatch, platforms: str | None, chosen: list[str]
 ) -> None:
     hardware = {kind: (lambda: True, *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
@@ -337,7 +335,7 @@ def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work
         (None, "it has ended", "warn", "no estimates: it has ended"),
     ],
 )
-def test_what_the_compiler_for_tpus_gives_is_said(
+def test_the_tpu_compilers_findings_are_reported(
     figures: CompilerFigures | None, message: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = Trial(config={"scale": 1}, outcome=Outcome.OK, figures=figures, message=message)

@@ -1,3 +1,5 @@
+"""Metrics of a time are right, and unknown if a count or a peak is unknown."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,14 +40,14 @@ def test_an_elementwise_kernel_moves_every_array_once() -> None:
     assert metrics.throughput_tflops is None
 
 
-def test_an_elementwise_kernel_has_a_throughput_if_operations_are_given() -> None:
+def test_an_elementwise_kernel_has_a_throughput_by_operations() -> None:
     metrics = compute_elementwise_metrics(10**6, 1.0, flops_per_element=5, device="NVIDIA H200")
     assert metrics.throughput_tflops == pytest.approx(0.005)
     assert metrics.flops_utilization is None
     assert metrics.bandwidth_utilization == pytest.approx(100 * 4e9 / 4800e9)
 
 
-def test_utilization_is_a_percentage_of_the_peak_of_the_kind_and_dtype() -> None:
+def test_utilization_is_a_percentage_of_the_dtypes_peak() -> None:
     in_bf16 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200")
     in_fp8 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200", dtype=jnp.float8_e5m2)
     assert in_bf16.flops_utilization == pytest.approx(100 * 2 * 4096**3 / 0.2e-3 / 989.4e12)
@@ -97,7 +99,7 @@ def test_a_dtype_may_be_a_name_a_type_or_a_dtype(dtype: Any) -> None:
     assert metrics.flops_utilization is not None
 
 
-def test_something_that_is_no_dtype_is_refused() -> None:
+def test_a_value_that_is_not_a_dtype_is_refused() -> None:
     with pytest.raises(TypeError, match="bf17"):
         compute_gemm_metrics(1, 1, 1, 1.0, dtype="bf17")
 
@@ -131,7 +133,7 @@ def test_metrics_print_their_known_figures_in_one_line() -> None:
     assert str(from_counts(0.25, bytes=1e6)) == "0.25 ms, 4 GB/s"
 
 
-def test_metrics_cannot_be_changed_and_have_a_short_name_for_throughput() -> None:
+def test_metrics_are_frozen_and_have_a_short_name() -> None:
     metrics = from_counts(1.0, flops=3e9)
     assert metrics.tflops == metrics.throughput_tflops == pytest.approx(3.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -153,14 +155,14 @@ def test_metrics_cannot_be_changed_and_have_a_short_name_for_throughput() -> Non
         ("TPU v6 lite", 918, 1638),
     ],
 )
-def test_the_peaks_are_those_of_the_datasheets(kind: str, bf16_tflops: float, gbps: float) -> None:
+def test_the_peaks_equal_the_datasheets(kind: str, bf16_tflops: float, gbps: float) -> None:
     peaks = device_peaks(kind)
     assert peaks is not None
     assert (peaks.tflops["bfloat16"], peaks.gbps) == (bf16_tflops, gbps)
 
 
 def test_metrics_and_spaces_do_not_import_jax() -> None:
-    # Loaded by path, as the package itself imports JAX.
+    # The modules are loaded by path, because the package imports JAX.
     code = """
 import importlib.util, pathlib, sys, types
 package = types.ModuleType("quarantune")

@@ -1,3 +1,5 @@
+"""Named spaces are full grids, and their rules drop the configs that a device cannot run."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -45,7 +47,7 @@ def test_a_default_is_one_of_its_space(name: str) -> None:
     assert get_default_config(name) in generate_configs(SPACES[name])
 
 
-def test_changing_a_default_changes_no_other_callers() -> None:
+def test_a_changed_default_changes_no_other_callers_default() -> None:
     get_default_config("matmul")["BLOCK_M"] = 7
     assert get_default_config("matmul")["BLOCK_M"] != 7
 
@@ -126,7 +128,7 @@ def test_shared_memory_fits_up_to_the_last_byte(kind: str, most: int) -> None:
     assert not fits_shared_memory(most + 1, device_kind=kind)
 
 
-def test_registers_are_limited_by_thread_by_block_and_by_thread_count() -> None:
+def test_registers_are_limited_by_thread_block_and_count() -> None:
     assert fits_registers(255 * 4 * 128, threads=128, device_kind=H100)
     assert not fits_registers(255 * 4 * 128 + 1, threads=128, device_kind=H100)
     assert fits_registers(65536 * 4, threads=1024, device_kind=H100)
@@ -147,7 +149,7 @@ def test_a_slice_of_a_gpu_has_the_limits_of_the_whole() -> None:
 @pytest.mark.parametrize(
     ("value", "by", "expected"), [(4096, 128, True), (100, 64, False), (64, 128, False), (0, 8, True)]
 )
-def test_a_size_is_a_whole_number_of_blocks_or_not(value: int, by: int, expected: bool) -> None:
+def test_divides_checks_for_a_whole_number_of_blocks(value: int, by: int, expected: bool) -> None:
     assert divides(value, by) is expected
 
 

@@ -1,4 +1,4 @@
-"""Whatever a config does, its outcome is named, every other config is measured, and nothing stays behind."""
+"""Whatever a config does, it gets an outcome, every other config is measured, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
 
 
-# For each misdeed, the outcome and words of the message: while tracing, and while running, where XLA wraps exceptions.
+# The outcome and words of the message of each misdeed: while tracing, and while running, when XLA wraps exceptions.
 ENDS = {
-    "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
+    "fail": (("error", "ArithmeticError: this config is bad"), ("error", "this config is bad")),
     "fail_unspeakably": (
         ("error", "UnspeakableError.*cannot be printed"),
         ("crashed|error", "SIGABRT|UnspeakableError|no words|CpuCallback"),
@@ -105,7 +105,7 @@ LONG = (
     "hang_deaf_to_signals",
     "hold_shared_memory_and_hang",
 )
-"""Misdeeds tested in the slow tier only, because others of their kind are in the quick tier."""
+"""Misdeeds of the slow tier only, because the quick tier has others of their kind."""
 
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
@@ -137,7 +137,7 @@ def test_a_misdeed_gets_its_outcome_and_harms_no_other_config(misdeed: str) -> N
 
 
 @pytest.mark.parametrize("misdeed", ENLARGING)
-def test_a_file_that_a_config_enlarged_is_not_read_and_harms_no_other_config(misdeed: str) -> None:
+def test_an_enlarged_result_file_harms_no_other_config(misdeed: str) -> None:
     before = psutil.Process().memory_info().rss
     with nothing_is_left():
         tracing, between, running, after = tune((misdeed, "tracing"), GOOD, (misdeed, "running"), GOOD)
@@ -215,7 +215,7 @@ def test_the_error_lists_every_config_when_all_processes_die() -> None:
 
 
 class TestReusedWorkers:
-    """Configs are measured in a process that takes four of them, and compiled in another one or in the same."""
+    """One process measures four configs; it or another process compiles them."""
 
     @pytest.fixture(autouse=True, params=["apart", pytest.param("together", marks=pytest.mark.slow)])
     def route(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -235,9 +235,7 @@ class TestReusedWorkers:
 
         return tune
 
-    def test_a_failure_in_a_poisoned_worker_is_repeated_in_a_fresh_one(
-        self, tune: Callable[..., dict[str, Trial]]
-    ) -> None:
+    def test_a_failure_in_a_poisoned_worker_is_tried_again_afresh(self, tune: Callable[..., dict[str, Trial]]) -> None:
         with nothing_is_left():
             trials = tune("good", "poison", "victim", "good again")
         assert ends(trials.values()) == ["ok"] * 4
@@ -329,7 +327,7 @@ if __name__ == "__main__":
         pytest.param("forkserver", marks=pytest.mark.long),
     ],
 )
-def test_semaphores_and_sockets_that_configs_and_their_children_name_are_removed(method: str, tmp_path: Path) -> None:
+def test_named_semaphores_and_sockets_of_configs_are_removed(method: str, tmp_path: Path) -> None:
     (script := tmp_path / "names.py").write_text(NAMES)
     made = tmp_path / "made"
     output = python(script, method, made, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
@@ -348,7 +346,7 @@ KILLS_ITS_OWNER = KILLS_ITS_OWNER.replace("    return x", "        time.sleep(60
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_semaphores_and_sockets_of_configs_go_with_a_program_that_is_killed(tmp_path: Path) -> None:
+def test_a_killed_program_leaves_no_semaphores_or_sockets(tmp_path: Path) -> None:
     (script := tmp_path / "killed.py").write_text(
         f"import os\nos.environ.setdefault('OWNER', str(os.getpid()))\n{KILLS_ITS_OWNER}"
     )

@@ -1,4 +1,4 @@
-"""The device memory of a config's program: in its trial, under a bound, and against its time."""
+"""The device memory of a config's program is in its trial, can be bounded, and is weighed against its time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def memory_of(copies: int, log: str) -> int:
 @pytest.mark.parametrize(
     "isolation", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("process", "compile"))]
 )
-def test_a_bound_drops_exactly_the_configs_above_it_before_they_run(
+def test_a_memory_bound_drops_the_configs_above_it_unrun(
     isolation: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     log, sizes = tmp_path / "ran", [1, 64]
@@ -96,20 +96,20 @@ def result_of(*trials: Trial) -> TuningResult:
     )
 
 
-def test_the_pareto_front_has_the_configs_that_no_other_beats_in_time_and_memory() -> None:
+def test_the_pareto_front_weighs_time_against_memory() -> None:
     slow, failed = sized(2.7, 900, Outcome.SLOW), Trial(config={}, outcome=Outcome.ERROR)
     unknown, fast, equal, small = sized(1.0, None), sized(2.0, 4000), sized(2.5, 4000), sized(3.0, 800)
     assert result_of(small, equal, slow, unknown, failed, fast).pareto() == (fast, slow, small)
     assert result_of(unknown).pareto() == ()
 
 
-def test_memory_stands_in_rows_and_in_a_table_where_configs_differ_in_it() -> None:
+def test_reports_show_memory_only_if_configs_differ_in_it() -> None:
     one, two = sized(1.0, (1 << 20) - 16), sized(2.0, (5 << 19) - 16, flops=64.0, moved_bytes=32.0)
     assert "device MiB" not in result_of(one).table(width=100)
     head, first, second = result_of(one, two).table(width=100).splitlines()[:3]
     assert head.split()[-2:] == ["device", "MiB"]
     assert [first.split()[-1], second.split()[-1]] == ["1", "2.5"]
-    assert "device MiB" not in result_of(one, two).table(width=30), "where columns are short, it is left out"
+    assert "device MiB" not in result_of(one, two).table(width=30), "a narrow table leaves memory out"
     names = ("device_memory_bytes", "flops", "moved_bytes")
     assert [[row[name] for name in names] for row in result_of(one, two).to_dicts()] == [
         [1 << 20, None, None],
@@ -117,11 +117,11 @@ def test_memory_stands_in_rows_and_in_a_table_where_configs_differ_in_it() -> No
     ]
 
 
-def test_memory_that_the_output_shares_with_a_donated_argument_counts_once() -> None:
+def test_an_output_in_a_donated_argument_counts_once() -> None:
     assert sized(1.0, 10, aliased_bytes=8).device_memory_bytes == 18
 
 
-def test_files_keep_the_figures_that_are_known_and_have_no_field_without_any() -> None:
+def test_files_have_no_field_for_unknown_memory() -> None:
     trial = sized(1.0, 100, flops=7.0)
     data = json.loads(json.dumps(trial.to_json()))
     assert data["figures"] == {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 100, "flops": 7.0}
@@ -130,7 +130,7 @@ def test_files_keep_the_figures_that_are_known_and_have_no_field_without_any() -
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.DEVICE_OOM])
-def test_a_verdict_on_a_compilation_keeps_its_outcome_and_its_figures(outcome: Outcome) -> None:
+def test_a_compile_verdict_keeps_its_outcome_and_figures(outcome: Outcome) -> None:
     figures = CompilerFigures(argument_bytes=8, estimate=CycleEstimate(cycles=5.0))
     trial = Trial(config={"n": 1}, outcome=outcome, phase=Phase.COMPILE, figures=figures)
     about = {"source": "a sweep", "found": "2026-01-01T00:00:00+00:00", "compilers": {}}

@@ -1,4 +1,4 @@
-"""A first run that takes too long for its config to win is stopped, by its own time alone."""
+"""A first run that takes too long for its config to win is stopped; only its own time counts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def said(process: subprocess.Popen[str]) -> list[str]:
     return told.split()
 
 
-def test_a_run_that_takes_too_long_is_reported_and_ends_its_process() -> None:
+def test_a_run_that_takes_too_long_ends_its_process() -> None:
     word, whole_ms, cpu_ms = said(limited("spin(50)", 300))
     assert word == "stopped"
     assert 300 <= float(cpu_ms) <= float(whole_ms) < 20_000
@@ -64,7 +64,7 @@ def test_a_run_that_ends_in_time_is_left_alone() -> None:
     assert said(limited("spin(0.05)", 30_000)) == ["done"]
 
 
-def test_where_no_thread_can_start_a_run_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_not_watched_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -74,10 +74,10 @@ def test_where_no_thread_can_start_a_run_is_not_watched(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+def test_time_while_the_process_is_stopped_does_not_count() -> None:
     process = limited("time.sleep(0.3); spin(0.1)", 2_000)
     process.send_signal(signal.SIGSTOP)
-    threading.Event().wait(3.0)  # nothing happens meanwhile that could be waited for
+    threading.Event().wait(3.0)  # no event marks the end of this wait
     process.send_signal(signal.SIGCONT)
     assert said(process) == ["done"]
 
@@ -86,7 +86,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
 def test_waits_for_a_cpu_do_not_count() -> None:
     with Watch(spins=False) as watch:
         if not watch.read():
-            pytest.skip("this system does not tell how long threads wait for a CPU")
+            pytest.skip("this system does not show how long threads wait for a CPU")
     with on_one_cpu_with_a_rival():
         process = limited("spin(1.0)", 1_600)  # twice that by the clock
         assert said(process) == ["done"]

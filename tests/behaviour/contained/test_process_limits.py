@@ -1,4 +1,4 @@
-"""A limit on processes and threads costs no config its outcome, and a config that exhausts it costs only itself."""
+"""A limit on processes and threads costs no config its outcome; a config that exhausts it fails alone."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ if __name__ == "__main__":
         print(json.dumps([[trial.config["mode"], trial.outcome.value, trial.message] for trial in result.trials]))
         print(result.best_config["mode"])
     except SandboxError as error:
-        print("told", error)
+        print("failed", error)
 """
 GOOD = [f"good {work}" for work in (8000, 10000, 9000, 10, 12000, 11000)]
-"""The fourth does the least work and is the fastest, by a lead that no busy machine takes away."""
+"""The fourth config does the least work. Its lead is too large for a busy machine to hide."""
 
 
 def _as_other_user(limit: int) -> list[str] | None:
-    """Returns the start of a command that runs as a user who may have so many processes and threads."""
+    """Returns the start of a command that runs as a user with this limit on processes and threads."""
     if os.geteuid() != 0:
         return None
-    # The limit does not bind root; reading root's files is all that the other user may do like root.
+    # The limit does not bind root. The other user may read root's files, and nothing more.
     user, capabilities = str(50_000 + os.getpid() % 10_000), "-all,+dac_override,+dac_read_search"
     change = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     change += [f"--{kind}={capabilities}" for kind in ("inh-caps", "ambient-caps", "bounding-set")]
@@ -81,7 +81,7 @@ def _as_other_user(limit: int) -> list[str] | None:
 
 @contextlib.contextmanager
 def _in_a_group(limit: int) -> Iterator[list[str] | None]:
-    """Yields the start of a command that runs in a control group with such a limit; None where none can be made."""
+    """Yields the start of a command that runs in a control group with this limit; None if no group can be made."""
     group = Path(f"/sys/fs/cgroup/pids/quarantune-{os.getpid()}")
     try:
         group.mkdir()
@@ -100,12 +100,12 @@ def _in_a_group(limit: int) -> Iterator[list[str] | None]:
 def limited(kind: str, limit: int) -> Iterator[list[str]]:
     with contextlib.nullcontext(_as_other_user(limit)) if kind == "user" else _in_a_group(limit) as command:
         if command is None or subprocess.run([*command, "true"], capture_output=True).returncode:
-            pytest.skip("this machine gives a test no such limit")
+            pytest.skip("this machine lets tests set no limit on a control group")
         yield command
 
 
 class Limited:
-    """Runs the program in a directory of its own, limited or not."""
+    """Runs the program in a new directory, limited or not."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.place = tmp_path
@@ -178,11 +178,11 @@ def test_a_limit_on_processes_costs_no_config_its_outcome(
 
 @pytest.mark.parametrize("limit", [2, 12])
 @pytest.mark.long
-def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit: int, tmp_path: Path) -> None:
+def test_a_limit_too_low_for_one_worker_is_named_and_forgotten(limit: int, tmp_path: Path) -> None:
     program = Limited(tmp_path)
     with limited("user", limit) as command:
         told = program.run([*command, "env", "OPENBLAS_NUM_THREADS=1"], GOOD).stdout
-    assert re.match(rf"told kernel: .*not even one worker.*ulimit -u` of this user is {limit}", told), told
+    assert re.match(rf"failed kernel: .*not even one worker.*ulimit -u` of this user is {limit}", told), told
     trials, best = trials_of(program.run([], GOOD[2:4]))
     assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}
     assert best == GOOD[3]
@@ -198,14 +198,14 @@ def test_a_config_that_exhausts_the_limit_costs_only_itself(misdeed: str, tmp_pa
     outcome, message = trials.pop(misdeed)
     assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}, trials
     assert best == GOOD[3]
-    if misdeed != "keep_threads":  # which does its work once it has them
+    if misdeed != "keep_threads":  # `keep_threads` works once it has its threads
         assert outcome == "lost"
         assert "`ulimit -u` of this user is 80" in message
         assert misdeed not in "".join(re.findall(r'"outcome": ?"(?:crashed|error)".*', program.journal()))
 
 
 def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
-    """Returns a child of a process as soon as there is one; None where the program ends before."""
+    """Waits for a child of a process and returns it; None if the program ends first."""
     found: list[int] = []
     assert eventually(lambda: found.extend(machine.children(pid)) or found or of.poll() is not None, timeout_s=60)
     return found[-1] if found else None
@@ -214,7 +214,7 @@ def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.long
-def test_whatever_of_a_sweep_is_killed_under_a_limit_no_result_is_wrong_or_lost(depth: int, tmp_path: Path) -> None:
+def test_kills_under_a_limit_neither_lose_nor_spoil_a_result(depth: int, tmp_path: Path) -> None:
     """Kills the caller, its template, the sweep's template or a worker, while two callers share a limit."""
     program = Limited(tmp_path)
     with limited("user", 64) as command:

@@ -1,6 +1,6 @@
-"""Sweeps that rank configs by a cheap compile: what is compiled fully, what is remembered, and what is contained.
+"""Sweeps that rank configs by a cheap compile compile few fully, remember cheap times, and contain misdeeds.
 
-The route is for NVIDIA GPUs. Here the CPU takes it: the programs that rank configs are compiled as all others are, and
+The route is for NVIDIA GPUs. Here the CPU takes it, and compiles the programs that rank configs like all others.
 tests/system/test_compile_targets.py compiles cheaply for a GPU.
 """
 
@@ -43,7 +43,7 @@ FULLY = {2, 8, 32, 256}
 
 @dataclasses.dataclass
 class Compiles:
-    """The configs that workers were told to compile, by what they are compiled for."""
+    """The configs that workers got to compile, by the purpose of the compile."""
 
     cheaply: list[Any] = dataclasses.field(default_factory=list)
     fully: list[Any] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class Compiles:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Compiles:
-    """Has sweeps on the CPU rank configs by a cheap compile, and notes what is compiled."""
+    """Makes sweeps on the CPU rank configs by a cheap compile, and notes the compiles."""
     noted = Compiles()
 
     class CheaplyInTurns(ApartInTurns):
@@ -76,14 +76,14 @@ def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         return Screening(configs, ideal_ms, **options)
 
     monkeypatch.setattr(choosing, "cheaply", cheaply)
-    if request.function is not test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config:
+    if request.function is not test_misdeeds_of_ranked_configs_harm_no_other_config:
         monkeypatch.setattr(routes, "Screening", screening)
     monkeypatch.setattr(choosing, "Together", Fully)
     return noted
 
 
 def work(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
-    """Takes longer with more turns; its result is the same, but for the fault."""
+    """Takes longer with more turns. Its result is the same, unless it has a fault."""
     return x + fault + 0 * jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ x), x)
 
 
@@ -133,7 +133,7 @@ def test_an_objective_other_than_time_is_not_ranked_by_time(compiles: Compiles) 
 
 
 @pytest.mark.slow
-def test_a_config_that_is_wrong_is_so_by_its_full_program_and_does_not_win(compiles: Compiles) -> None:
+def test_a_config_is_wrong_only_by_its_full_program(compiles: Compiles) -> None:
     space = [{"turns": turns, "fault": float(turns == 2)} for turns in TURNS]
     result = tuned(space, ref_fn=lambda x: x).tune(X)
     assert ends(result.trials[:2]) == ["wrong", "ok"]
@@ -142,7 +142,7 @@ def test_a_config_that_is_wrong_is_so_by_its_full_program_and_does_not_win(compi
 
 
 @pytest.mark.slow
-def test_defaults_that_are_no_config_are_compiled_fully_too(compiles: Compiles) -> None:
+def test_unlisted_defaults_are_compiled_fully(compiles: Compiles) -> None:
     result = tuned({"turns": TURNS[:-1]}).tune(X)
     assert result.default_time_ms is not None
     assert turns_of(compiles.fully) == FULLY
@@ -150,9 +150,7 @@ def test_defaults_that_are_no_config_are_compiled_fully_too(compiles: Compiles) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["fully", "cheaply"])
-def test_a_config_that_fails_at_one_fidelity_is_judged_by_its_full_program(
-    compiles: Compiles, fails: str, tmp_path: Path
-) -> None:
+def test_a_config_fails_only_by_its_full_program(compiles: Compiles, fails: str, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
     def fail_once(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
@@ -181,7 +179,7 @@ def test_a_search_looks_at_cheap_times_first(compiles: Compiles) -> None:
 
 
 @pytest.mark.slow
-def test_when_the_time_is_over_the_best_so_far_has_a_full_program(compiles: Compiles) -> None:
+def test_the_best_at_the_end_of_the_time_has_a_full_program(compiles: Compiles) -> None:
     result = tuned({"turns": TURNS}, search="random", time_budget=0.01).tune(X)
     assert result.time_ms is not None
     assert turns_of([result.best_config]) <= turns_of(compiles.fully)
@@ -200,7 +198,7 @@ def test_a_config_that_was_ruled_out_may_win_a_shorter_list(compiles: Compiles) 
 
 @pytest.mark.slow
 def test_cheap_times_are_recalled_by_program(compiles: Compiles) -> None:
-    """The edit changes no program: what was measured is recalled, and what was ruled out is so again."""
+    """The edit changes no program: measured times are recalled, and configs are ruled out again."""
     first = tuned({"turns": TURNS}).tune(X)
 
     def edited(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
@@ -224,24 +222,24 @@ def misbehave(x: Any, mode: str = "good") -> Any:
         x = jax.lax.while_loop(lambda y: y[0, 0] < jnp.inf, lambda y: y * 0.5, x)
     elif kind == "slow":
         x = work(x, 300)
-    return 2 * x + len(mode)  # so that no two have the same program
+    return 2 * x + len(mode)  # no two have the same program
 
 
 BAD = {
     "segfault tracing": ("crashed", "SIGSEGV"),
     "hang_holding_the_gil tracing": ("timeout", "compiling.*longer than"),
     "starve tracing": ("oom", "held .* GB.*limit"),
-    "fail tracing": ("error", "ArithmeticError: this config is no good"),
+    "fail tracing": ("error", "ArithmeticError: this config is bad"),
     "kill_itself tracing": ("crashed", "SIGKILL"),
     "scribble tracing": ("crashed", "damaged its own connection"),
-    "hang running": ("timeout|slow", ""),  # once another config has a time, its first run is stopped
+    "hang running": ("timeout|slow", ""),  # its first run ends once another config has a time
 }
 MODES = ["good", *BAD, "good again", "slow"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config(compiles: Compiles) -> None:
+def test_misdeeds_of_ranked_configs_harm_no_other_config(compiles: Compiles) -> None:
     jitted = jax.jit(misbehave, static_argnames=["mode"])
     function = quarantune.autotune({"mode": MODES}, ref_fn=None, rep=3)(jitted)
     with nothing_is_left(), quarantune.settings(memory_limit="600MB", **haste()):
@@ -253,12 +251,12 @@ def test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config(comp
         assert re.search(words, found[mode].message, re.DOTALL), found[mode].message
     assert {mode for mode in found if found[mode].cheap_ms is not None} == {"good", "good again", "slow"}
     asked = [config["mode"] for config in compiles.fully]
-    # What happens before the compiler begins happens once. The rest is repeated with the full program.
+    # Misdeeds before the compiler begins happen once, others again with the full program.
     assert not {"segfault tracing", "hang_holding_the_gil tracing", "starve tracing"} & {*asked}
     assert {"fail tracing", "hang running"} <= {*asked}
 
 
-def test_the_source_of_a_ranked_run_says_when_its_time_is_over() -> None:
+def test_a_ranked_run_ends_when_its_time_is_over() -> None:
     class Late(ConfigSource):
         def why_late(self) -> str:
             return "late"

@@ -1,4 +1,4 @@
-"""A tuned call computes what the untuned one does: configs are compared with the defaults, or with each other."""
+"""A tuned call computes the same as an untuned one: configs are compared with the defaults, or with each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 def blocks(x: Any, rows: int) -> Any:
-    """Returns the sine of x, of as many rows as blocks of so many rows cover."""
+    """Returns the sine of x, block by block; rows after the last whole block are zero."""
 
     def fill(block: Any, out: Any) -> Any:
         part = jax.lax.dynamic_slice(x, (block * rows, 0), (rows, x.shape[1]))
@@ -46,7 +46,7 @@ def blocks(x: Any, rows: int) -> Any:
 
 
 def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any, **options: Any) -> Any:
-    """Returns a function of x that is tuned over what `body` gets as its second argument."""
+    """Returns a function of x; the tunable is the second argument of `body`."""
 
     @quarantune.autotune(
         [{"do": config} for config in configs],
@@ -60,7 +60,7 @@ def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any, 
 
 
 def offset(x: Any, do: Any) -> Any:
-    """Adds what a config says; a negative one fails."""
+    """Adds the config's number; a negative one fails."""
     if do < 0:
         raise ArithmeticError("not for this call")
     return x + int(do)
@@ -78,13 +78,13 @@ def test_a_config_that_leaves_rows_out_never_wins() -> None:
     assert result.best_config in ({"do": 32}, {"do": 64})
     wrong = result.trials[2]
     assert "it does not agree with the defaults: 4096 of 16384 elements (25%) differ" in wrong.message
-    assert wrong.log_tail == ""  # a traceback would show code of quarantune only
+    assert wrong.log_tail == ""  # a traceback would show only quarantune's code
     assert result.default_time_ms == result.trials[0].time_ms
     assert result.speedup == pytest.approx(result.default_time_ms / result.time_ms)
 
 
 @everywhere
-def test_defaults_that_are_no_config_are_run_and_timed_beside_them(isolation: str, tmp_path: Path) -> None:
+def test_unlisted_defaults_are_run_and_timed_with_the_configs(isolation: str, tmp_path: Path) -> None:
     @functools.partial(jax.jit, static_argnames=["do"])
     def kernel(x: Any, do: float = 1.5) -> Any:
         return offset(x, do)
@@ -110,7 +110,7 @@ def test_a_config_must_return_the_dtypes_of_the_defaults() -> None:
     assert "output is float16[1000], expected float32[1000]" in result.trials[1].message
 
 
-def test_no_reference_is_asked_for_where_configs_may_differ() -> None:
+def test_no_reference_is_needed_if_configs_may_differ() -> None:
     result = tuned(offset, [1, 2], default=0, ref_fn=None).tune(X)
     assert ends(result.trials) == ["ok", "ok"]
 
@@ -124,7 +124,7 @@ def test_existing_results_keep_their_keys() -> None:
 
 
 @everywhere
-def test_the_largest_group_stands_in_where_the_defaults_fail(isolation: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_largest_group_is_right_if_the_defaults_fail(isolation: str, caplog: pytest.LogCaptureFixture) -> None:
     kernel = tuned(offset, [3, 1, -1, 1.1, 1.2], default=-1)
     with isolated(isolation), caplog.at_level(logging.WARNING, "quarantune"):
         result = kernel.tune(X)
@@ -137,7 +137,7 @@ def test_the_largest_group_stands_in_where_the_defaults_fail(isolation: str, cap
     assert result.default_time_ms is None
 
 
-def test_defaults_that_most_disagree_with_win_and_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_defaults_that_most_disagree_with_win_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "quarantune"):
         result = tuned(offset, [1, 2, 2.5, 3, 1.5], default=1).tune(X)
     assert ends(result.trials) == ["ok", "wrong", "wrong", "wrong", "ok"]
@@ -156,7 +156,7 @@ slipping.defjvp(lambda primals, tangents: (slipping(*primals), tangents[0] * 3.0
 
 @pytest.mark.slow
 @everywhere
-def test_gradients_are_compared_with_those_of_the_defaults(isolation: str) -> None:
+def test_gradients_are_compared_with_the_defaults_gradients(isolation: str) -> None:
     kernel = tuned(lambda x, do: slipping(x) if do == 3 else x * 2.0, [2, 3], default=1, check_grad=True)
     with isolated(isolation):
         result = kernel.tune(X)
@@ -164,7 +164,7 @@ def test_gradients_are_compared_with_those_of_the_defaults(isolation: str) -> No
     assert "its gradients differ" in result.trials[1].message
 
 
-def test_a_tuner_compares_arrays_and_not_what_else_is_returned() -> None:
+def test_a_tuner_compares_only_the_arrays_of_an_output() -> None:
     def timed(x: Any, do: int = 1) -> Any:
         return {"sum": x + do // 10, "seconds": time.perf_counter(), "how": f"with {do}", "lock": None}
 
@@ -182,7 +182,7 @@ def test_a_tuner_compares_arrays_and_not_what_else_is_returned() -> None:
     assert ends(quarantune.AutoTuner(free, {"do": [1, 2]}, warmup=0, rep=2).run(X).trials) == ["ok", "ok"]
 
 
-def test_configs_are_compared_with_each_other_if_the_defaults_are_pruned(caplog: pytest.LogCaptureFixture) -> None:
+def test_configs_are_compared_if_the_defaults_are_pruned(caplog: pytest.LogCaptureFixture) -> None:
     kernel = tuned(offset, [0, 2, 1, 1.5], default=0, prune_fn=lambda config, x: config["do"] > 0)
     with caplog.at_level(logging.WARNING, "quarantune"):
         assert ends(kernel.tune(X).trials) == ["pruned", "wrong", "ok", "ok"]
@@ -190,7 +190,7 @@ def test_configs_are_compared_with_each_other_if_the_defaults_are_pruned(caplog:
 
 
 @pytest.mark.slow
-def test_kernels_tuned_together_must_leave_the_whole_as_it_is() -> None:
+def test_kernels_tuned_together_keep_the_whole_output() -> None:
     kernel = tuned(blocks, [192, 64], default=32)
 
     def whole(x: Any) -> Any:
@@ -253,7 +253,7 @@ def scribble(*_: Any) -> Any:
 
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("options", [{"ref_fn": lambda x: x * 2}, {}], ids=["ref_fn", "defaults"])
-def test_no_config_can_write_to_what_others_are_compared_with(options: dict[str, Any]) -> None:
+def test_no_config_can_write_to_the_expected_outputs(options: dict[str, Any]) -> None:
     def double_or_scribble(x: Any, do: int = 1) -> Any:
         if do in (2, 3):
             scribble()
@@ -285,7 +285,7 @@ def test_a_protected_file_stays_as_it_is_whoever_writes(fd: int) -> None:
     os.close(protected)
 
 
-def test_a_file_that_somebody_can_still_write_to_is_copied(fd: int) -> None:
+def test_a_file_that_others_can_write_to_is_copied(fd: int) -> None:
     spool.write(fd, b"expected")
     with mmap.mmap(fd, 8) as mapped:
         protected = spool.protect(fd)
@@ -297,7 +297,7 @@ def test_a_file_that_somebody_can_still_write_to_is_copied(fd: int) -> None:
 
 
 @pytest.mark.parametrize("group", [2, -2, 1.0, True, "0", [0]])
-def test_a_group_that_cannot_be_is_refused(group: Any) -> None:
+def test_an_impossible_group_is_refused(group: Any) -> None:
     reference = Reference(compares=True)
     with pytest.raises(ValueError, match="there is no output"):
         reference.note(0, group, offered=1, fd=0)
@@ -340,7 +340,7 @@ def _cases() -> Iterator[tuple[str, Any, Any]]:
 
 @pytest.mark.parametrize(("name", "got", "wanted"), list(_cases()), ids=[case[0] for case in _cases()])
 @pytest.mark.parametrize("ratio", [0.0, 0.01])
-def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wanted: Any, ratio: float) -> None:
+def test_device_and_host_find_the_same_differences(name: str, got: Any, wanted: Any, ratio: float) -> None:
     allowance = Allowance.fixed(Tolerance(max_mismatched_ratio=ratio))
     got = jnp.asarray(got)
     asked: list[Any] = []
@@ -357,15 +357,13 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     assert (asked[0] is not None) == (got.size > 0 and (is_float or (said is None and name != "whole off")))
 
 
-def test_outputs_that_jax_cannot_compare_on_their_device_are_left_to_the_host() -> None:
+def test_the_host_compares_outputs_that_jax_cannot() -> None:
     got = jnp.arange(6).astype(jnp.float4_e2m1fn)
     found = compare.Comparer()(got, np.asarray(got), Allowance.fixed(Tolerance()))
-    assert found in (None, Mismatches(0)), "JAX 0.10 compares no floats of 4 bits, 0.12 does"
+    assert found in (None, Mismatches(0)), "JAX 0.10 cannot compare floats of 4 bits; 0.12 can"
 
 
-def test_a_prepared_comparison_compiles_and_transfers_nothing_again(
-    monkeypatch: pytest.MonkeyPatch, compiles: list[str]
-) -> None:
+def test_a_prepared_comparison_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch, compiles: list[str]) -> None:
     comparer, allowance = compare.Comparer(), Allowance.fixed(Tolerance())
     wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
     comparer.prepare([wanted, "no array"], [allowance, allowance])

@@ -1,4 +1,4 @@
-"""A tuned call is never slower than the untuned one: where the defaults beat every config, calls run with them."""
+"""A tuned call is never slower than the untuned one: calls run with the defaults if these beat every config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Opaque:
 
 
 @everywhere
-def test_where_the_defaults_beat_every_config_calls_run_with_them(
+def test_calls_run_with_defaults_that_beat_every_config(
     isolation: str, cache_dir: Path, caplog: pytest.LogCaptureFixture, sweeps: list[str]
 ) -> None:
     fn = chained()
@@ -59,7 +59,7 @@ def test_where_the_defaults_beat_every_config_calls_run_with_them(
     fresh = chained()
     assert fresh.lookup(X) == {"n": 3}
     np.testing.assert_array_equal(fresh(X), X)
-    assert len(sweeps) == 1, "the entry is found in the cache"
+    assert len(sweeps) == 1, "the cache has the entry"
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_defaults_of_any_kind_that_beat_options_are_found_again(sweeps: list[str
         assert chained(configs, own, name=name).lookup(X) == config
 
 
-def test_a_saved_result_of_the_defaults_is_loaded_with_its_program(tmp_path: Path) -> None:
+def test_a_saved_result_of_the_defaults_has_its_program(tmp_path: Path) -> None:
     chained().tune(X).save(tmp_path / "saved")
     loaded = quarantune.TuningResult.load(tmp_path / "saved", trusted=True)
     assert loaded.best_config == loaded.default_config == {"n": 3}
@@ -160,7 +160,7 @@ def test_the_winner_of_a_sweep_on_an_engine_may_be_the_defaults() -> None:
     assert result.speedup == 1.0
 
 
-def test_level_with_a_config_the_defaults_win_only_where_they_are_clearly_quicker() -> None:
+def test_defaults_win_only_if_they_are_clearly_quicker() -> None:
     level = {UNTUNED: [1.0] * 9, 0: [1.004] * 9, 1: [1.1] * 9}
     assert finals.decide(level, default=None) == [0]
     assert finals.decide({**level, UNTUNED: [1.004] * 9, 0: [1.0] * 9}, default=None) == [0]
@@ -169,7 +169,7 @@ def test_level_with_a_config_the_defaults_win_only_where_they_are_clearly_quicke
 
 
 @pytest.mark.slow
-def test_verify_knows_an_entry_of_the_defaults() -> None:
+def test_verify_accepts_an_entry_of_the_defaults() -> None:
     fn = chained()
     fn.tune(X)
     (verified,) = quarantune.TuningCache().verify(fn).entries

@@ -1,4 +1,4 @@
-"""Workers trace the caller's program, or the sweep ends: values that no code of the function names."""
+"""Workers trace the caller's program or the sweep ends, even if values are hidden from the function's code."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SCALED = (
 
 
 def write(directory: Path, **modules: str) -> None:
-    """Writes modules, and the library as if it were installed."""
+    """Writes modules, and a library that looks installed."""
     library = directory / "site-packages"
     library.mkdir(exist_ok=True)
     (library / "hidden.py").write_text(HIDDEN)
@@ -100,7 +100,7 @@ def write(directory: Path, **modules: str) -> None:
 
 
 def run(directory: Path, program: str) -> str:
-    """Runs a program of a directory in a process of its own; returns its output."""
+    """Runs a program of a directory in a new process, and returns its output."""
     (directory / "program.py").write_text(program)
     path = [directory, directory / "site-packages", SUPPORT]
     return python("program.py", cwd=directory, path=path, QUARANTUNE_CACHE_DIR=str(directory / "cache"))
@@ -117,7 +117,7 @@ def run(directory: Path, program: str) -> str:
 def test_a_hidden_value_that_workers_lack_ends_the_sweep(tmp_path: Path, options: str) -> None:
     write(tmp_path, kernels=KERNELS)
     run(tmp_path, f"import os\n{SCALED}\noptions = {options}\n{TRY}")
-    # Set where the module is imported, it is set in workers, too, and nothing of the failure is remembered.
+    # A value set on import is set in workers. The failure is not remembered.
     write(tmp_path, kernels=KERNELS.replace("import hidden", "import hidden\nhidden.enable(3.0)"))
     again = (
         "import numpy, kernels\nfor kernel in (kernels.kernel, kernels.raises):\n    {}\n    print(kernel.lookup(X))"
@@ -128,7 +128,7 @@ def test_a_hidden_value_that_workers_lack_ends_the_sweep(tmp_path: Path, options
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_hidden_value_that_the_machines_of_an_engine_lack_ends_the_sweep(tmp_path: Path) -> None:
+def test_a_hidden_value_that_engine_machines_lack_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, kernels=KERNELS.replace("def raises", "def unused"))
     tried = TRY.replace(', (kernels.raises, "only workers raise RuntimeError: it is not")', ",")
     run(tmp_path, f"import os, concurrent.futures\n{SCALED}\nwith concurrent.futures.ThreadPoolExecutor(1) as pool:\n"
@@ -151,7 +151,7 @@ def test_honest_programs_are_tuned(monkeypatch: pytest.MonkeyPatch, module: str)
         found.clear()
         try:
             kernel(*arguments)
-            assert found[0] == "", "no program was compared"
+            assert found[0] == "", "the sweep compared no programs"
         except Exception as error:
             failed[name] = error
     assert not failed
@@ -171,7 +171,7 @@ def test_inside_a_trace_programs_are_compared(monkeypatch: pytest.MonkeyPatch) -
     assert found == [""]
 
 
-def test_only_the_defaults_and_the_winner_are_traced_in_this_process() -> None:
+def test_this_process_traces_only_defaults_and_winner() -> None:
     traced = []
 
     @quarantune.autotune({"n": [4, 1, 2, 3]}, rep=1, warmup=0)
@@ -200,7 +200,7 @@ def test_the_lines_of_a_program_show_what_differs_and_where() -> None:
     assert one.place(there) == ""
 
 
-def test_the_lines_of_a_program_leave_out_what_processes_may_have_otherwise() -> None:
+def test_program_lines_omit_what_may_differ_by_process() -> None:
     def program(order: str, seed: int) -> ProgramLines:
         def named(x: jax.Array) -> jax.Array:
             for name in order:
@@ -227,7 +227,7 @@ def test_the_lines_of_a_program_leave_out_what_processes_may_have_otherwise() ->
         lambda x: jax.scipy.special.logsumexp(x, b=x),
     ],
 )
-def test_the_lines_of_a_program_are_those_of_one_traced_for_a_device_that_is_described(fn: Callable[..., Any]) -> None:
+def test_program_lines_are_equal_for_a_described_device(fn: Callable[..., Any]) -> None:
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=device)
     here = _lines(lambda x: fn(x), X)
@@ -235,7 +235,7 @@ def test_the_lines_of_a_program_are_those_of_one_traced_for_a_device_that_is_des
         assert _lines(lambda x: fn(x), X).counts == here.counts
 
 
-def test_prints_are_heard_again_though_another_thread_redirected_them_meanwhile(
+def test_prints_return_though_another_thread_redirects_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, elsewhere = sys.stdout, contextlib.redirect_stdout(io.StringIO())

@@ -1,4 +1,4 @@
-"""`time_grad`: configs are tuned together with their gradients; without it, an error names the option."""
+"""With `time_grad`, configs are timed with their gradients; errors without it name the option."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def loss(tuned: quarantune.Autotuned) -> Any:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_configs_are_timed_and_checked_together_with_their_gradients() -> None:
+def test_configs_are_timed_and_checked_with_their_gradients() -> None:
     kinds = ["no backward", "wrong backward", "slow backward", "slow forward"]
     tune = functools.partial(
         quarantune.autotune, {"kind": kinds}, rep=3, ref_fn=lambda x, steps: {"y": x**2, "steps": steps + 1}
@@ -76,7 +76,7 @@ def test_configs_are_timed_and_checked_together_with_their_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_a_function_tuned_with_its_gradient_returns_its_output_alone(sweeps: list[str]) -> None:
+def test_a_function_tuned_with_its_gradient_returns_its_output(sweeps: list[str]) -> None:
     tuned = quarantune.autotune({"kind": ["slow forward", "no backward"]}, rep=1, time_grad=True)(kernel)
     np.testing.assert_array_equal(tuned(X, 3)["y"], X**2)
     np.testing.assert_array_equal(jax.jit(loss(tuned))(X), 2 * X)
@@ -84,7 +84,7 @@ def test_a_function_tuned_with_its_gradient_returns_its_output_alone(sweeps: lis
 
 
 @pytest.mark.parametrize("outer", [lambda fn: fn, jax.jit, jax.value_and_grad], ids=["grad", "jit", "second"])
-def test_a_winner_without_a_gradient_is_an_error_that_names_the_option(outer: Any) -> None:
+def test_a_winner_without_a_gradient_names_time_grad(outer: Any) -> None:
     tuned = quarantune.autotune([{"kind": "no backward"}], rep=1)(kernel)
     differentiated = loss(tuned)
     call = outer(differentiated) if outer is not jax.value_and_grad else outer(lambda x: differentiated(x).sum())
@@ -98,7 +98,7 @@ def test_a_function_without_any_gradient_can_still_be_linearized() -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1)
     @functools.partial(jax.jit, static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
-        rounds = 3 + 0 * x.sum().astype(int)  # not known while it is traced, so that no reverse mode can go through
+        rounds = 3 + 0 * x.sum().astype(int)  # unknown while tracing, so reverse mode fails
         return jax.lax.fori_loop(0, rounds, lambda _, value: value * 2, x)
 
     _, linear = jax.linearize(fn, X)

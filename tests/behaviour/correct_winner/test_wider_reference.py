@@ -1,4 +1,4 @@
-"""A config that is nearer to the truth than the defaults are is not wrong, however far from the defaults it is."""
+"""A config that is more accurate than the defaults is not wrong, however far from the defaults it is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def swept(fn: Any, values: list[str], *args: Any, **options: Any) -> quarantune.
 
 
 def broken(found: Any, do: str) -> Any:
-    """Adds a bug to what a config that is nearer to the truth returns."""
+    """Adds a bug to the output of a more accurate config."""
     if "row" in do:
         found = found.at[-1].set(0)
     if "element" in do:
@@ -85,17 +85,15 @@ def gradient_of_a_logarithm(x: Any, do: str = "naive") -> Any:
 @pytest.mark.parametrize(
     "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])]
 )
-def test_a_config_that_is_nearer_to_the_truth_is_not_wrong_and_one_with_a_bug_is(name: str) -> None:
+def test_a_more_accurate_config_passes_and_a_bug_does_not(name: str) -> None:
     fn, make = CASES[name]
     result = swept(fn, ["better", "row", "element", "scale", "naive"], make())
     assert ends(result.trials) == ["ok", "wrong", "wrong", "wrong", "ok"]
 
 
-@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # said once in a process
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # warns once in a process
 @pytest.mark.parametrize("isolation", ["none", "compile"])
-def test_configs_that_run_in_the_callers_process_are_judged_alike(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_in_the_callers_process_are_judged_alike(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", isolation)
     fn, make = CASES["logarithm_of_one_plus_little"]
     result = swept(fn, ["better", "row", "naive"], make())
@@ -136,7 +134,7 @@ def test_with_tolerances_of_the_author_nothing_else_decides() -> None:
     assert ends(result.trials) == ["wrong", "ok"]
 
 
-# --- where there is no wider reference ------------------------------------------------------------------------------
+# --- without a wider reference --------------------------------------------------------------------------------------
 
 
 def logarithm(x: Any, do: str) -> Any:
@@ -181,7 +179,7 @@ def rounds_on_the_way(x: Any, do: str = "naive") -> Any:
 @pytest.mark.parametrize(
     "fn", [refuses, holds_a_kernel, calls_back, draws_at_random, returns_another_shape, rounds_on_the_way]
 )
-def test_the_verdict_stays_where_the_function_takes_no_wider_inputs(fn: Any) -> None:
+def test_the_verdict_stays_if_inputs_cannot_be_wider(fn: Any) -> None:
     result = swept(fn, ["better", "naive"], small())
     assert ends(result.trials) == ["wrong", "ok"]
     assert "differ by more than rounding explains" in result.trials[0].message

@@ -1,4 +1,4 @@
-"""Bounds that a user sets hold: for the samples of a config, and for the time of a search with its final."""
+"""A user's bounds hold for the samples of a config, and for the time of a search with its final."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_slow_config_runs_a_few_times_with_one_sample(tmp_path: Path) -> None:
     result = quarantune.AutoTuner(nap, {"n": [1, 2]}, rep=1, ref_fn=None).run(str(tmp_path))
     assert [len(trial.samples_ms) for trial in result.trials] == [1, 1]
     runs = [len((tmp_path / f"ran {n}").read_text()) for n in (1, 2)]
-    assert max(runs) <= 9, "the check, the warm-up and a sample; as many if these were disturbed, and for the final"
+    assert max(runs) <= 9, "check, warm-up and sample; the same again for a disturbance, and for the final"
 
 
 @pytest.mark.parametrize(("each_ms", "rep", "most_runs"), [(200.0, 1, 2), (200.0, 7, 8), (0.01, 1, 51), (0.01, 3, 151)])

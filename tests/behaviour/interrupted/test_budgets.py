@@ -1,4 +1,4 @@
-"""Real sweeps under a budget: they end with it, go on with a larger one, and start from what is known."""
+"""A sweep ends with its budget, continues with a larger one, and starts from earlier results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = [{"a": a} for a in range(12)]
 
 
 def pause(x: Any, *, a: int = 0, b: int = 0) -> Any:
-    time.sleep(3e-3 * (1 + min(abs(a - 7), 12)) + 0.06 * (a != 7))  # far more than a busy machine adds
+    time.sleep(3e-3 * (1 + min(abs(a - 7), 12)) + 0.06 * (a != 7))  # more than a busy machine adds
     return x
 
 
@@ -39,7 +39,7 @@ def tuner(configs: Any = SMALL, **options: Any) -> quarantune.AutoTuner:
 
 
 def journalled(cache_dir: Path) -> list[Config]:
-    """Returns the configs of all journals of trials, once for each record."""
+    """Returns the config of each record in all journals of trials."""
     lines = [line for file in cache_dir.glob("*.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.split(" ", 1)[1]) for line in lines]
     return [record["trial"]["config"] for record in records if "limits" in record]
@@ -52,7 +52,7 @@ def entry(cache_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_a_time_budget_ends_a_search_of_ten_thousand_configs_in_time() -> None:
+def test_a_time_budget_ends_a_search_of_10_000_configs_in_time() -> None:
     started_s = time.monotonic()
     result = tuner(LARGE, search="auto", time_budget=5, compile_timeout=60, timeout=60).run(1.0)
     took_s = time.monotonic() - started_s
@@ -78,7 +78,7 @@ def half_of_its_space_fails(x: Any, a: int = 0, b: int = 0) -> Any:
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("isolation", ["process", "compile"])
 @pytest.mark.long
-def test_auto_ends_without_the_half_of_a_space_that_fails(isolation: str) -> None:
+def test_auto_leaves_out_the_half_of_a_space_that_fails(isolation: str) -> None:
     space = {"a": list(range(21)), "b": list(range(21))}
     kernel = quarantune.AutoTuner(half_of_its_space_fails, space, ref_fn=None, rep=3)
     with quarantune.settings(isolation=isolation):
@@ -89,23 +89,23 @@ def test_auto_ends_without_the_half_of_a_space_that_fails(isolation: str) -> Non
     assert result.seen <= 220, "a half of the space at most"
     assert sum(result.counts[outcome] for outcome in ("ok", "slow")) <= 150
     assert abs(result.best_config["a"] - 7) + abs(result.best_config["b"] - 5) <= 1
-    assert kernel.run(jnp.ones(64)).from_cache, "no larger budget is asked for"
+    assert kernel.run(jnp.ones(64)).from_cache, "the budget is not larger"
 
 
-def test_a_larger_budget_goes_on_where_the_journal_ends(cache_dir: Path, sweeps: list[str]) -> None:
+def test_a_larger_budget_continues_from_the_journal(cache_dir: Path, sweeps: list[str]) -> None:
     first = tuner(max_trials=4).run(1.0)
     assert (first.stopped, first.seen, first.space_size, len(first.trials)) == ("max_trials", 4, 12, 4)
     assert entry(cache_dir)["search"]["seen"] == 4
 
     again = tuner(max_trials=4).run(1.0)
     assert (again.from_cache, again.stopped, again.seen, again.space_size) == (True, "max_trials", 4, 12)
-    assert tuner().run(1.0).from_cache, "without a larger budget, a result is good enough"
+    assert tuner().run(1.0).from_cache, "a result suffices unless the budget is larger"
     assert len(sweeps) == 1
 
     larger = tuner(max_trials=9).run(1.0)
     assert not larger.from_cache
     assert (larger.seen, larger.best_config["a"]) == (9, 7)
-    assert len(journalled(cache_dir)) == 9, "four were not measured again"
+    assert len(journalled(cache_dir)) == 9, "four configs are known"
 
     assert tuner(max_trials=6).run(1.0).from_cache, "the entry is from a larger budget"
     with quarantune.settings(max_trials=12):
@@ -122,7 +122,7 @@ def test_a_larger_budget_goes_on_where_the_journal_ends(cache_dir: Path, sweeps:
 
 
 @pytest.mark.long
-def test_tune_goes_on_with_what_is_left_of_a_budget_and_else_starts_over(cache_dir: Path) -> None:
+def test_tune_spends_the_rest_of_a_budget_or_starts_over(cache_dir: Path) -> None:
     def kernel(**options: Any) -> quarantune.AutoTuner:
         return tuner(LARGE, search="random", **options)
 
@@ -131,7 +131,7 @@ def test_tune_goes_on_with_what_is_left_of_a_budget_and_else_starts_over(cache_d
         assert kernel(max_trials=5).run(1.0).seen == 5
         assert len(journalled(cache_dir)) == 5
         assert kernel(max_trials=5).run(1.0).seen == 5
-    assert len(journalled(cache_dir)) == 5, "all were measured anew, in a new journal"
+    assert len(journalled(cache_dir)) == 5, "a new journal holds new measurements of all"
     with quarantune.settings(always_tune=True, max_trials=2):
         worse = kernel().run(1.0)
     assert worse.seen == 2
@@ -156,7 +156,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.usefixtures("quiet_place")
-def test_a_killed_search_goes_on_and_measures_nothing_twice(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_killed_search_continues_and_measures_nothing_twice(tmp_path: Path, cache_dir: Path) -> None:
     log, program = tmp_path / "log", tmp_path / "program.py"
 
     def start(most: int) -> subprocess.Popen[bytes]:
@@ -200,7 +200,7 @@ def test_in_this_process_searches_have_the_same_budgets(recwarn: pytest.Warnings
         assert timed.seen == len(timed.trials) < 5000
 
 
-def test_compiled_apart_and_measured_here_searches_have_the_same_budgets() -> None:
+def test_searches_measured_here_have_the_same_budgets() -> None:
     @functools.partial(jax.jit, static_argnames=["a", "b"])
     def kernel(x: Any, a: int = 0, b: int = 0) -> Any:
         return x + a * b - a * b
@@ -254,16 +254,16 @@ class Downhill:
             self.best = min(self.best, (trial.merit, config["a"]))
 
 
-def test_a_search_of_the_users_own_decides_what_is_tried() -> None:
+def test_a_users_own_search_decides_what_is_tried() -> None:
     search = Downhill()
     result = tuner(search=search).run(1.0)
     assert result.best_config["a"] in search.seen, "neighbours are close, and a busy machine may hide the best of them"
     assert {trial.config["a"] for trial in result.trials} == search.seen
 
 
-def test_configs_that_all_fail_are_named_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_whose_configs_all_fail_names_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(x: Any, *, a: int = 0) -> Any:
-        raise ArithmeticError(f"a={a} is no good")
+        raise ArithmeticError(f"a={a} is bad")
 
     monkeypatch.setenv("QUARANTUNE_MAX_TRIALS", "3")
     with pytest.raises(quarantune.TuningFailedError, match="All 3 configs failed") as failed:
@@ -271,7 +271,7 @@ def test_configs_that_all_fail_are_named_and_no_others(monkeypatch: pytest.Monke
     assert len(failed.value.trials) == 3
 
 
-def test_outputs_are_compared_as_a_search_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_outputs_are_compared_during_a_search(caplog: pytest.LogCaptureFixture) -> None:
     @functools.partial(jax.jit, static_argnames=["a"])
     def kernel(x: Any, a: int = 99) -> Any:
         if a == 99:
@@ -284,7 +284,7 @@ def test_outputs_are_compared_as_a_search_goes_on(caplog: pytest.LogCaptureFixtu
     assert "configs were compared with each other" in caplog.text
 
 
-def test_a_grid_of_a_hundred_thousand_starts_at_once_and_stays_small(cache_dir: Path) -> None:
+def test_a_grid_of_100_000_starts_at_once_and_stays_small(cache_dir: Path) -> None:
     large = {name: list(range(10)) for name in "abcde"}
 
     def kernel(x: Any, *, a: int, b: int, c: int, d: int, e: int) -> Any:
@@ -303,6 +303,6 @@ def test_a_grid_of_a_hundred_thousand_starts_at_once_and_stays_small(cache_dir: 
     assert (result.seen, result.space_size) == (3, 100_000)
     assert len(looked_at) < 1000
     assert fn.run(1.0).from_cache
-    looked_at.clear()  # a rule with other values is another rule
+    looked_at.clear()  # a rule with new values is a new rule
     again = quarantune.AutoTuner(kernel, large, rep=1, search="random", max_trials=3, prune_fn=prune).run(1.0)
     assert (again.from_cache, again.best_config) == (True, result.best_config)

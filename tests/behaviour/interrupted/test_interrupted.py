@@ -1,4 +1,4 @@
-"""However a sweep is cut short, nothing of it stays alive, and what it measured is not measured again."""
+"""However a sweep is cut short, none of its processes survive, and no measurement is repeated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ import quarantune
 X = np.ones(8, np.float32)
 GOOD = ("good", "")
 
-# As long as the file `hang` is there, config 10 hangs, one of the last to begin, when others have been measured; config
-# 2 leaves a grandchild. The log tells what was measured.
+# While the file `hang` exists, config 10 hangs: it begins after others have been measured. Config 2 leaves a
+# grandchild. The log lists the measured configs.
 PROGRAM = """
 import functools, logging, os, signal, sys, time
 from pathlib import Path
@@ -51,7 +51,7 @@ HERE = Path({here!r})
 @quarantune.autotune({{"n": list(range(20))}}, warmup=0, rep=1, name="kernel", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 0):
-    if n == 2 and in_sandbox():  # the winner is traced in the caller, too
+    if n == 2 and in_sandbox():  # the caller also traces the winner
         misdeeds.leave_a_daemon()
     if n == 10 and (HERE / "hang").exists():
         (HERE / "hangs").touch()
@@ -75,7 +75,7 @@ if __name__ == "__main__":
 
 
 class Program:
-    """A tuning program that is somewhere in the middle of its sweep."""
+    """A tuning program in the middle of its sweep."""
 
     def __init__(self, here: Path) -> None:
         self.here = here
@@ -92,7 +92,7 @@ class Program:
             stderr=subprocess.PIPE,
             **options,  # type: ignore[call-overload]
         )
-        assert eventually((self.here / "hangs").exists, timeout_s=200), "the sweep did not come to the hanging config"
+        assert eventually((self.here / "hangs").exists, timeout_s=200), "the sweep did not reach the hanging config"
         # Owner, template, sweep's template, the grandchild, and the worker that hangs.
         assert eventually(lambda: len(carriers(MARK, self.mark)) >= 5)
         return process
@@ -101,7 +101,7 @@ class Program:
         return not carriers(MARK, self.mark)
 
     def measured(self) -> list[int]:
-        """Returns which configs came to an end, in order, once for each time."""
+        """Returns the configs that ended, in order, with repetitions."""
         return [int(n) for n in re.findall(r": n=(\d+): (?:ok|slow)", (self.here / "log").read_text())]
 
 
@@ -133,7 +133,7 @@ def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: sign
 def test_a_sweep_resumes_where_a_killed_one_ended(program: Program) -> None:
     with program.start() as process:
         process.kill()
-    assert program.measured(), "it was killed before anything was measured, which shows nothing"
+    assert program.measured(), "the kill came before the first measurement, so the test shows nothing"
     (program.here / "hang").unlink()
     python(program.here / "program.py", **{MARK: program.mark})
     assert sorted(program.measured()) == list(range(20))
@@ -147,10 +147,10 @@ def _to_its_group(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGINT)
 
 
-@pytest.mark.long  # Ctrl-C on a terminal, as below, is an interrupt of the group, and is checked in the same way
+@pytest.mark.long  # Ctrl-C on a terminal, below, also interrupts the group
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupt", [_to_the_process, _to_its_group])
-def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_uses_the_best_so_far(
+def test_an_interrupt_ends_the_sweep_at_once_and_keeps_the_best(
     program: Program, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     with program.start(start_new_session=True) as process:
@@ -183,14 +183,14 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert 0 < len(measured) < 20
     best = re.search(r"best n=\d+ [\d.]+ ms.*, which this process uses; they are kept", errors.decode())
     assert best or os.environ["QUARANTUNE_PROGRESS"] == "0"
-    assert not (program.here / "cache" / "kernel.json").exists(), "it is an answer for that process alone"
+    assert not (program.here / "cache" / "kernel.json").exists(), "the answer holds in that process alone"
     (program.here / "hang").unlink()
     python(program.here / "program.py", **{MARK: program.mark})
-    assert sorted(program.measured()) == list(range(20)), "the next run of the program goes on"
+    assert sorted(program.measured()) == list(range(20)), "the next run of the program continues"
     assert json.loads((program.here / "cache" / "kernel.json").read_text())
 
 
-# Config 1 works for a second when it runs first, and says so; its limits are three.
+# Config 1 works for a second on its first run, and notes it; its limits are three seconds.
 STOPPED = """
 import json, sys, time
 from pathlib import Path
@@ -216,7 +216,7 @@ result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=1, timeout=3, com
     [pytest.param(False, id="the caller"), pytest.param(True, id="all its processes")],
 )
 @pytest.mark.long
-def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: Path, whole_tree: bool) -> None:
+def test_stopping_the_caller_for_a_while_costs_no_result(tmp_path: Path, whole_tree: bool) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
     environ = child_environ(**{MARK: mark})
@@ -270,13 +270,13 @@ def press_ctrl_c() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_an_interrupted_sweep_goes_on_in_the_same_process_where_the_user_says_so() -> None:
+def test_an_interrupted_sweep_continues_here_if_asked_to() -> None:
     x, space = np.ones(6, np.float32), (GOOD,) * 6
     with nothing_is_left(), watching(press_ctrl_c), pytest.raises(KeyboardInterrupt):
         misdeeds.kernel.tune(x, space=space)
     with nothing_is_left(), watching(lambda: None) as watcher:
         misdeeds.kernel.tune(x, space=space, resume=True)
-    assert 1 <= watcher.calls <= 5  # the first was not measured again
+    assert 1 <= watcher.calls <= 5  # the first config is known
 
 
 class StopIt(Exception):
@@ -289,17 +289,17 @@ def stop_it(*_: object, **__: object) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_an_exception_in_a_callback_ends_the_sweep_and_the_next_call_resumes_it() -> None:
-    x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process
+def test_an_exception_in_a_callback_ends_a_resumable_sweep() -> None:
+    x, space = np.ones(7, np.float32), (GOOD,) * 6  # no other test in this process tunes this shape
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
         misdeeds.kernel.trace(x, space=space)
     with nothing_is_left(), watching(lambda: None) as watcher:
-        misdeeds.kernel.trace(x, space=space)  # unlike a call, it starts no backend here
-    assert 1 <= watcher.calls <= 5  # the first was not measured again
+        misdeeds.kernel.trace(x, space=space)  # unlike a call, a trace starts no backend here
+    assert 1 <= watcher.calls <= 5  # the first config is known
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_an_exception_in_prune_fn_reaches_the_caller_and_starts_nothing() -> None:
+def test_an_exception_in_prune_fn_reaches_the_caller() -> None:
     tuned = quarantune.autotune([{"mode": "good"}], prune_fn=stop_it)(misdeeds.kernel.__wrapped__)
     with nothing_is_left(), pytest.raises(StopIt):
         tuned.trace(X)

@@ -1,4 +1,4 @@
-"""Sweep after sweep, and sweeps beside each other: nothing grows, and none is in another's way."""
+"""Many sweeps, one after another or at the same time, leave nothing behind and do not disturb each other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ X = np.ones(8, np.float32)
 
 
 def ends(*space: tuple[str, str]) -> list[str]:
-    """Tunes, and returns how the configs ended; one that was measured is `ok`."""
+    """Tunes, and returns how the configs ended; measured configs are `ok`."""
     trials = misdeeds.kernel.tune(X, space=space).trials
     return ["ok" if trial.outcome in misdeeds.MEASURED else trial.outcome.value for trial in trials]
 
 
 def tune(turns: int, *, seed: int = 0) -> None:
-    """Tunes over as many good configs; another seed is another problem."""
+    """Tunes over this number of good configs; each seed is a new problem."""
     assert ends(*[("good", str(seed))] * turns) == ["ok"] * turns
 
 
@@ -37,24 +37,24 @@ def holds_at_most(process: psutil.Process, fds: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_forty_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
-    for seed in range(5):  # to make everything that is made only once
+    for seed in range(5):  # create everything that is created only once
         tune(2, seed=seed)
     (process,) = running_templates()
     watched = (psutil.Process(), process)
     before = [(process.num_fds(), process.num_threads(), process.memory_info().rss) for process in watched]
     with nothing_is_left():
         for seed in range(5, 45):
-            tune(1 + (seed % 5 == 0), seed=seed)  # with two configs there may be a final, too
+            tune(1 + (seed % 5 == 0), seed=seed)  # two configs may have a final
     assert running_templates() == [process]
     for (fds, threads, rss), process in zip(before, watched, strict=True):
-        # The template may still have been closing the connection of the sweep before when these were counted.
+        # The template may still have been closing the last sweep's connection during the count.
         assert eventually(functools.partial(holds_at_most, process, fds))
         assert process.num_threads() == threads
         assert process.memory_info().rss - rss < 10e6
 
 
 @pytest.mark.slow
-def test_threads_tune_beside_each_other() -> None:
+def test_threads_tune_at_the_same_time() -> None:
     start = threading.Barrier(4)
 
     def work(seed: int) -> None:

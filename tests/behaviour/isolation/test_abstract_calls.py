@@ -1,4 +1,4 @@
-"""Abstract calls: exported with symbolic shapes, or asked for their output's shape alone."""
+"""Abstract calls never tune: exports with symbolic shapes use cached configs or defaults, and so does `eval_shape`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = np.ones((8, 4), np.float32)
 
 
 def tunable(name: str, **options: Any) -> quarantune.Autotuned:
-    """Makes a function of which only a config with n=3 works, whose default is n=1."""
+    """Makes a function that works only with n=3; its default is n=1."""
 
     @quarantune.autotune(lambda x: [{"n": n} for n in (2, 3) if x.shape[-1] == 4], name=name, rep=1, **options)
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -37,7 +37,7 @@ def exported(fn: Any, shape: str) -> Any:
     return export.export(jax.jit(lambda x: fn(x)))(struct)
 
 
-def test_symbolic_shapes_without_a_key_fn_use_the_defaults_and_warn_once(sweeps: list[str]) -> None:
+def test_symbolic_shapes_use_the_defaults_and_warn_once(sweeps: list[str]) -> None:
     fn = tunable("symbolic")
     with pytest.warns(quarantune.CacheWarning, match=r"symbolic: running with its defaults.*key_fn") as caught:
         one, two = exported(fn, "b, 4"), exported(fn, "b, d")
@@ -67,7 +67,7 @@ def test_a_key_fn_without_symbolic_values_finds_the_tuned_config(sweeps: list[st
         exported(whole, "b, 4")
 
 
-def test_its_own_eval_shape_never_tunes(sweeps: list[str]) -> None:
+def test_eval_shape_of_a_tuned_function_never_tunes(sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def stacked(x: Any, n: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""Eager calls with every kind of argument: each is tuned and returns the function's own result."""
+"""An eager call with any kind of argument is tuned and returns the function's own result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 @pytest.fixture
 def same() -> quarantune.Autotuned:
-    """Returns its arguments if n is 2, which is not the default, so that only a tuned call works."""
+    """Returns its arguments if n is 2. The default is not 2, so only a tuned call works."""
 
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -74,7 +74,7 @@ ARGUMENTS = {
     "one buffer twice": lambda: (lambda x: (x, x))(floats("float32")),
 }
 ALONE = ("empty tree", "none", "python int", "zero-sized", "typed keys", "weakly typed")
-"""Arguments that are tried without any other array beside them, too."""
+"""Arguments that are also tried without any other array."""
 
 
 def every_argument() -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_static_arguments_reach_workers_and_are_part_of_the_key(
     assert len(sweeps) == 2
 
 
-def test_a_static_argument_may_be_a_number_that_has_no_decimal_text() -> None:
+def test_a_static_argument_may_be_too_long_a_number_to_print() -> None:
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["m", "n"])
     def modulo(x: Any, m: int, n: int = 1) -> Any:
@@ -234,9 +234,7 @@ def test_donated_arguments_are_consumed_by_the_call_alone(donate: dict[str, Any]
     assert len(sweeps) == 2
 
 
-def test_an_array_that_was_donated_before_is_reported_before_the_sweep(
-    same: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_an_array_donated_earlier_is_an_error_before_the_sweep(same: quarantune.Autotuned, sweeps: list[str]) -> None:
     gone = jnp.ones(3)
     gone.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
@@ -244,7 +242,7 @@ def test_an_array_that_was_donated_before_is_reported_before_the_sweep(
     assert sweeps == []
 
 
-def test_a_kernel_that_writes_to_a_numpy_argument_keeps_the_callers_intact() -> None:
+def test_a_kernel_that_writes_to_numpy_keeps_the_callers_array() -> None:
     given = np.zeros(4, np.float32)
 
     @quarantune.autotune({"n": [1, 2]}, rep=2)
@@ -329,7 +327,7 @@ class WithoutReferences:
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
 @pytest.mark.parametrize("kind", [WithoutHash, RaisesWhenCompared, ComparedByElement, WithoutReferences])
-def test_callables_are_told_apart_by_identity_in_every_role(kind: Any, isolation: str) -> None:
+def test_callables_differ_by_identity_in_every_role(kind: Any, isolation: str) -> None:
     def work(x: Any, do: int = 1) -> Any:
         return x * 2
 
@@ -358,13 +356,13 @@ def test_an_array_in_host_memory_reaches_workers_there() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     w, x = jax.device_put(floats("float32"), place), floats("float32")
     result = total.tune(w, x)
-    assert ends(result.trials) == ["ok", "error"], "JAX adds no array of the host's to one of the device's"
+    assert ends(result.trials) == ["ok", "error"], "JAX cannot add an array of the host to an array of the device"
     assert "memory_space" in result.trials[1].message
     np.testing.assert_array_equal(total(w, x), 2 * np.asarray(x))
     assert total.lookup(x, x) is None, "another key"
 
 
-def test_an_array_of_another_layout_is_refused_by_name_before_any_work(no_process: None) -> None:
+def test_an_array_of_another_layout_is_refused_by_name(no_process: None) -> None:
     from jax.experimental.layout import Format, Layout
 
     @quarantune.autotune({"n": [1, 2]}, warmup=0, rep=2)

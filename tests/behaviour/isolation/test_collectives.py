@@ -1,4 +1,4 @@
-"""Functions that communicate between the devices of a `shard_map` are tuned on such a mesh, or refused with advice."""
+"""Functions that communicate between devices of a `shard_map` are tuned on an equal mesh, or refused with advice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(run_script: Callable[.
             if n == 0:
                 os.abort()
             if n == 1:
-                return x * weight  # of its own shard
+                return x * weight  # of this shard
             size = jax.lax.axis_size("i")
             assert (x.shape, size, mode) == ((2, 4), 4, "mean")
             rotated, total = x, x
@@ -121,7 +121,7 @@ def test_a_function_that_names_no_axis_is_tuned_for_one_shard(run_script: Callab
 
 
 @pytest.mark.slow
-def test_kernels_are_not_tuned_alone_to_see_which_axes_are_named(run_script: Callable[..., None]) -> None:
+def test_finding_the_named_axes_tunes_no_kernel(run_script: Callable[..., None]) -> None:
     run_script(
         """
         @quarantune.autotune({"n": [1, 2]}, rep=1)
@@ -180,7 +180,7 @@ def test_an_axis_of_vmap_is_refused_with_advice_before_the_sweep(sweeps: list[st
     assert not sweeps
 
 
-def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> None:
+def test_a_collective_on_accelerators_needs_devices_per_trial() -> None:
     mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Manual,))
     problem = sweep.Problem(
         fn=summed.__wrapped__,

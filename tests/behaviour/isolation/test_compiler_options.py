@@ -1,4 +1,4 @@
-"""Configs with `compiler_options`: they reach XLA in workers and in eager calls; a trace leaves them out, and warns."""
+"""`compiler_options` of a config reach XLA in workers and eager calls; a trace leaves them out with a warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNOPTIMISED = {"xla_disable_all_hlo_passes": True}
 @functools.partial(jax.jit, static_argnames=["n"])
 def scale(x: Any, n: int = 1) -> Any:
     if n == 1:
-        raise ArithmeticError("the defaults are no good")
+        raise ArithmeticError("the defaults are bad")
     return jnp.sin(x) * n + 1
 
 
@@ -36,8 +36,8 @@ def test_options_reach_xla_in_an_eager_call_and_not_in_a_trace() -> None:
     with pytest.warns(RuntimeWarning, match=r"jax\.jit\(\.\.\., compiler_options=\{'xla_no_such_option': True\}\)"):
         inside = jax.jit(lambda x: bound(x) + 1)(X)
     np.testing.assert_allclose(inside, np.sin(X) * 2 + 2, rtol=1e-6)
-    jax.grad(lambda x: bound(x).sum())(jnp.asarray(X))  # the same warning is given once
-    assert jax.jit(lambda y: bound(X) + y)(X).shape == X.shape  # not a tracer among its arguments
+    jax.grad(lambda x: bound(x).sum())(jnp.asarray(X))  # warns only once
+    assert jax.jit(lambda y: bound(X) + y)(X).shape == X.shape  # no argument is a tracer
 
 
 def test_a_function_is_jitted_once_for_the_same_options() -> None:
@@ -48,13 +48,13 @@ def test_a_function_is_jitted_once_for_the_same_options() -> None:
     assert jitted_with(scale, {"n": 2, "compiler_options": {}})[0] is scale
 
 
-def test_a_configs_options_win_over_those_of_the_jit() -> None:
+def test_a_configs_options_override_the_options_of_jit() -> None:
     own = jax.jit(lambda x: x, compiler_options={"xla_a": 1, "xla_b": 2})
     jitted, _ = jitted_with(own, {"compiler_options": {"xla_b": 3}})
     assert dict(jax_functions.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
 
 
-def test_a_function_whose_jit_has_options_can_be_timed_with_its_gradient() -> None:
+def test_a_jit_with_options_can_be_timed_with_its_gradient() -> None:
     own = jax.jit(lambda x: x * x, compiler_options={"xla_cpu_enable_fast_math": True})
     output, (gradient,) = differentiation.with_gradient(own)(jnp.asarray(X))
     np.testing.assert_allclose(gradient, 2 * output * X)
@@ -72,7 +72,7 @@ def test_a_parameter_of_that_name_is_an_ordinary_tunable() -> None:
     assert isinstance(tuned, quarantune.Autotuned)
 
 
-def test_a_config_without_options_has_none_where_others_have_some() -> None:
+def test_a_config_without_options_gets_none_from_others() -> None:
     listed = [{"n": 2}, {"n": 2, "compiler_options": UNOPTIMISED}]
     tuned = quarantune.autotune(listed)(scale)
     assert list(tuned.function.configs) == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
@@ -83,12 +83,12 @@ def test_a_config_without_options_has_none_where_others_have_some() -> None:
     ("options", "message"),
     [("fast", "give a dict of XLA's options"), ({"xla_a": [1]}, "booleans, numbers and strings")],
 )
-def test_options_that_xla_could_not_take_are_refused(options: Any, message: str) -> None:
+def test_options_that_xla_cannot_take_are_refused(options: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         quarantune.autotune([{"n": 2, "compiler_options": options}])(scale)
 
 
-def test_a_function_that_cannot_be_jitted_again_is_refused_with_a_remedy() -> None:
+def test_a_function_that_jit_cannot_wrap_again_is_refused() -> None:
     def double(x: Any) -> Any:
         return x * 2
 
@@ -100,7 +100,7 @@ def test_a_function_that_cannot_be_jitted_again_is_refused_with_a_remedy() -> No
     check_compiler_options(laid_out, [{"n": 2, "compiler_options": {}}], name="scale")
 
 
-def test_options_reach_workers_and_an_unknown_one_fails_its_config_alone(tmp_path: Path, sweeps: list[str]) -> None:
+def test_options_reach_workers_and_unknown_ones_fail_alone(tmp_path: Path, sweeps: list[str]) -> None:
     dump = {"xla_dump_to": str(tmp_path / "dump")}
     good = {"n": 2, "compiler_options": {**UNOPTIMISED, **dump}}
     configs = [{"n": 2, "compiler_options": UNKNOWN}, good]
@@ -114,7 +114,7 @@ def test_options_reach_workers_and_an_unknown_one_fails_its_config_alone(tmp_pat
         text.count(" sine(") + text.count(" fusion(")
         for text in (scale.lower(X, n=2).compile().as_text(), result.lowered_text(), tuned.lower(X).compile().as_text())
     )
-    assert usual not in own, "with its own options, its operations are not fused into one"
+    assert usual not in own, "its options keep its operations apart"
     assert own[0] == own[1]
     np.testing.assert_allclose(tuned(X), np.sin(X) * 2 + 1, rtol=1e-6)
     with pytest.warns(RuntimeWarning, match="runs without its compiler_options inside a trace"):
@@ -129,8 +129,8 @@ def test_options_reach_workers_and_an_unknown_one_fails_its_config_alone(tmp_pat
     assert len(sweeps) == 1
 
 
-@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # said once in a process
-def test_configs_that_differ_in_options_alone_are_two_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # warns once in a process
+def test_configs_that_differ_only_in_options_are_two_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = [{"xla_dump_to": str(tmp_path / name)} for name in "ab"]
     configs = [{"n": 2, "compiler_options": dump} for dump in [*dumps, UNKNOWN]]
     with pytest.warns(UserWarning, match="xla_no_such_option"):
@@ -146,7 +146,7 @@ def test_configs_that_differ_in_options_alone_are_two_programs(tmp_path: Path, m
     assert "xla_no_such_option" in result.trials[1].message
 
 
-def test_an_interrupted_sweep_goes_on_with_configs_that_have_options() -> None:
+def test_an_interrupted_sweep_with_options_continues() -> None:
     configs = [{"n": 2, "compiler_options": options} for options in (UNKNOWN, UNOPTIMISED)]
     ended: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Functions from scripts, notebooks and modules, tuned by every kind of process, in scripts."""
+"""Functions from scripts, notebooks and modules are tuned in every kind of process."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ FACTOR = 3
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedPython]:
-    """The process of the scripts that need no fresh one."""
+    """The shared process for scripts that need no fresh process."""
     process = SharedPython("-W", "error", "-bb", environ=child_environ())
     yield process
     process.close()
 
 
 def run(directory: Path, script: str, shared: SharedPython | None = None, **modules: str) -> str:
-    """Runs a script beside some modules, with warnings as errors; returns its output."""
+    """Runs a script next to some modules, with warnings as errors; returns its output."""
     for name, text in modules.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
     file.write_text(script)
     done = shared.run(file) if shared else run_python("-W", "error", "-bb", file)
     assert done.returncode == 0, done.stderr
-    # A busy machine may be mentioned, but nothing else.
+    # The script may warn only of a busy machine.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
     return done.stdout
 
@@ -86,13 +86,13 @@ def with_helpers(x: Any, n: int = 1) -> Any:
     return doubled(x) * 1
 
 
-def test_a_function_is_tuned_whose_helpers_pytest_has_changed() -> None:
+def test_a_function_whose_asserts_pytest_rewrote_is_tuned() -> None:
     assert "@pytest_ar" in doubled.__code__.co_names
     assert with_helpers.tune(np.ones(3, np.float32)).failures == {}
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path: Path, shared: SharedPython) -> None:
+def test_workers_do_not_run_a_script_without_a_guard_again(tmp_path: Path, shared: SharedPython) -> None:
     count = tmp_path / "count"
     script = f"""
 with open({str(count)!r}, "a") as file:
@@ -154,7 +154,7 @@ agree(recursive, 1)
 
 @pytest.mark.slow
 def test_a_notebook_cell_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
-    # As a notebook runs it: __main__ has no file, and a cell's source is in linecache alone.
+    # In a notebook, `__main__` has no file, and only linecache has a cell's source.
     script = f"""
 import linecache, sys, types
 main = types.ModuleType("__main__")
@@ -188,7 +188,7 @@ assert os.getcwd() == {str(away)!r}
 
 
 @pytest.mark.slow
-def test_a_module_that_only_an_import_hook_of_the_program_finds_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
+def test_a_module_from_a_programs_import_hook_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     module = (DEFINE + KERNEL).replace("FACTOR = 3", "from beside import FACTOR")
     script = f"""{DEFINE}
 import importlib.abc, importlib.util
@@ -209,7 +209,7 @@ agree(in_memory.kernel, 3)
 
 
 @pytest.mark.slow
-def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
+def test_a_module_that_starts_a_backend_or_thread_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     modules = {
         "with_array": DEFINE + KERNEL.replace("FACTOR = 3", "FACTOR = jnp.full((), 3.0)"),
         "with_thread": DEFINE + KERNEL + "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
@@ -262,7 +262,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_sweeps_over_numpy_arrays_start_no_backend_and_forked_children_tune(tmp_path: Path) -> None:
+def test_numpy_sweeps_start_no_backend_so_forks_may_tune(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 import multiprocessing, psutil, signal
 from jax._src import xla_bridge
@@ -312,9 +312,7 @@ assert [str(trial.outcome) for trial in result.trials] == ["ok"], result.table()
     assert run(tmp_path, script) == "once\n"
 
 
-def test_without_isolation_tuning_is_in_this_process_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_without_isolation_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
     script = f"""{DEFINE}{KERNEL}
 import psutil

@@ -1,4 +1,4 @@
-"""JAX's settings around a call: those that change the program are part of the key, and all of them reach workers."""
+"""JAX settings around a call reach workers; settings that change the program are part of the key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kernel(x: Any, y: Any = 1.0, mode: str = "add", n: int = 1) -> Any:
 
 
 def script(code: str, directory: Path) -> str:
-    """Runs a script in a process of its own and returns its output."""
+    """Runs a script in a new process and returns its output."""
     file = directory / "script.py"
     file.write_text(textwrap.dedent(code), encoding="utf-8")
     return python(file, path=[directory])
@@ -66,7 +66,7 @@ GOLDEN: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_keys_under_default_settings_are_those_of_earlier_versions(name: str) -> None:
+def test_keys_under_default_settings_stay_the_same(name: str) -> None:
     make, expected = GOLDEN[name]
     key = key_of(kernel, *make())
     assert set(key) == {"call", "code"}
@@ -111,7 +111,7 @@ def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -
 
 NOT_OF_THE_CALL = frozenset(
     {
-        # Meshes and devices, as far as they matter, are described with the arguments.
+        # The arguments' descriptions have the meshes and devices that matter.
         "abstract_mesh_context_manager",
         "axis_env_state",
         "jax_default_device",
@@ -123,19 +123,19 @@ NOT_OF_THE_CALL = frozenset(
         "jax_mutable_array_checks",
         "jax_no_collectives",
         "jax_no_execution",
-        # JAX sets these while it traces the body of a kernel or exports one, where no call is tuned.
+        # JAX sets these while it traces a kernel's body or exports it; no call is tuned there.
         "layout_tracing_mode",
         "pallas_dynamic_shapes_export",
         "pallas_fuser_disable_nested_fuse",
         "pallas_grid_context",
-        # Profiling, and the file names in a program.
+        # These concern profiling and the file names in a program.
         "jax_enable_pgle",
         "jax_hlo_source_file_canonicalization_regex",
         "jax_pgle_profiling_runs",
         "jax_xla_profile_version",
     }
 )
-"""The parts of JAX's own key that are left out of the key of a call."""
+"""Parts of JAX's own key that a call's key leaves out."""
 
 
 def test_every_part_of_the_key_of_jax_is_known() -> None:
@@ -147,7 +147,7 @@ def test_each_setting_has_its_own_winner_even_in_the_call_memo(sweeps: list[str]
     @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
-        # In a worker only the right config for the setting works.
+        # In a worker, only the config that fits the setting works.
         if n != (2 if jax.config.jax_default_matmul_precision == "float32" else 1):  # type: ignore[attr-defined]
             raise ArithmeticError("not with this precision")
         return x * n
@@ -172,7 +172,7 @@ def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
         import jax, jax.numpy as jnp, quarantune
         from jax._src import config
         try:
-            import jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu  # which registers those of JAX's own tests
+            import jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu  # registers the flags of JAX's own tests
             assert "test_targets" in jax.config.values
         except ImportError as error:
             assert error.name == "absl"
@@ -217,7 +217,7 @@ ROWS = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
 
 
 @pytest.mark.slow
-def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
+def test_the_callers_tpu_interpret_mode_reaches_workers() -> None:
     tuned = quarantune.autotune({"block": [8, 16]}, rep=1, name="interpreted")(doubled_on_a_tpu)
     with pltpu.force_tpu_interpret_mode():
         result = tuned.tune(ROWS)
@@ -226,7 +226,7 @@ def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
 
 
 @pytest.mark.slow
-def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Path) -> None:
+def test_a_process_wide_tpu_interpret_mode_reaches_workers(tmp_path: Path) -> None:
     told = script(
         """
         import functools, sys
@@ -252,7 +252,7 @@ def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Pat
     assert told.strip() in ("ok", "slow")
 
 
-def test_explicit_interpret_params_work_without_isolation_too() -> None:
+def test_explicit_interpret_params_work_without_isolation() -> None:
     @quarantune.autotune({"block": [8, 16]}, rep=3)
     @functools.partial(jax.jit, static_argnames=["block"])
     def doubled(x: Any, block: int = 8) -> Any:
@@ -271,13 +271,13 @@ def test_explicit_interpret_params_work_without_isolation_too() -> None:
         )(x)
 
     with quarantune.settings(isolation="none"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that nothing contains the configs
+        warnings.simplefilter("ignore", RuntimeWarning)  # configs run without containment
         result = doubled.tune(ROWS)
     assert [trial.outcome.is_failure for trial in result.trials] == [False, False], result.table()
 
 
 @pytest.mark.slow
-def test_a_shard_map_without_a_mesh_uses_that_of_the_context_in_workers(tmp_path: Path) -> None:
+def test_a_shard_map_without_a_mesh_finds_it_in_workers(tmp_path: Path) -> None:
     told = script(
         """
         import os
@@ -308,12 +308,12 @@ def test_a_shard_map_without_a_mesh_uses_that_of_the_context_in_workers(tmp_path
 
 
 class Absent:
-    """Describes a device that is not here."""
+    """Describes a device that this machine lacks."""
 
     platform = "gpu"
 
 
-def test_an_array_answers_for_the_device_that_a_program_is_traced_for_and_is_used_where_it_is() -> None:
+def test_an_array_answers_for_the_device_it_is_traced_for() -> None:
     x, device, asked = jnp.arange(3.0), Absent(), list[str]()
     with answer_for_device(device, asked.append):
         assert x.devices() == {device}

@@ -1,4 +1,4 @@
-"""Configs that are compiled in workers and measured in this process (`ISOLATION=compile`), and who may use a TPU."""
+"""`ISOLATION=compile` compiles configs in workers and measures them in this process, which may hold the only TPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_isolation_follows_the_platform_and_its_holder(
     assert isolation_of(dataclasses.replace(current(), isolation=setting), platform, fn) is Isolation(chosen)
 
 
-def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
+def test_a_watchdog_reports_overdue_work_repeatedly() -> None:
     reports: list[float] = []
     twice = threading.Event()
 
@@ -99,17 +99,17 @@ def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
 def test_misdeeds_while_compiling_end_as_with_workers_alone(tmp_path: Path) -> None:
     space = (GOOD, ("segfault", "tracing"), ("hang", "tracing"), ("starve", "tracing"), ("exit_with_0", "tracing"))
     space += (("fail", "tracing"), ("leave_a_daemon", "tracing"), GOOD)
-    # Each has a cache of its own, because a config that failed to compile is not compiled again.
+    # Caches are separate, because a config that failed to compile is not compiled again.
     deadline = deadline_s(5.0)
     with quarantune.settings(compile_timeout=deadline, isolation="process", cache_dir=tmp_path / "apart"):
         apart = kernel.tune(X, space=space).trials
-    jnp.ones(3).block_until_ready()  # this process has its device
+    jnp.ones(3).block_until_ready()  # this process holds its device
     with nothing_is_left(), quarantune.settings(compile_timeout=deadline), in_this_process:
         here = kernel.tune(X, space=space).trials
     assert ends(here) == ends(apart) == ["ok", "crashed", "timeout", "oom", "crashed", "error", "ok", "ok"]
     assert [trial.phase for trial in here[1:6]] == [trial.phase for trial in apart[1:6]]
     for ours, theirs in zip(here[1:6], apart[1:6], strict=True):
-        # The memory that it held when it was seen differs.
+        # The two saw different memory use.
         assert ours.message.split(" held ")[0] == theirs.message.split(" held ")[0]
     assert {trial.route for trial in here if trial.time_ms} == {Route.COMPILED_APART}
 
@@ -117,14 +117,14 @@ def test_misdeeds_while_compiling_end_as_with_workers_alone(tmp_path: Path) -> N
 @quarantune.autotune({"n": [200, 1, 2, 3]}, ref_fn="defaults")
 @functools.partial(jax.jit, static_argnames=["n", "unused"])
 def product(x: jax.Array, n: int = 200, unused: int = 0) -> jax.Array:
-    """Takes longer with n; 2 is wrong, 3 is the program of 1."""
+    """Takes longer with n; 2 is wrong, and 3 has the program of 1."""
     n, is_wrong = (1, False) if n == 3 else (n, n == 2)
     y = jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
     return jnp.where(jnp.isnan(y), y, 1.0) + is_wrong
 
 
 @pytest.mark.slow
-def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) -> None:
+def test_results_are_the_same_as_with_workers_alone(tmp_path: Path) -> None:
     x = jnp.eye(256)
     entries, results = [], []
     for isolation in ("process", "compile"):
@@ -136,7 +136,7 @@ def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) ->
     for result in results:
         assert ends(result.trials) == ["ok", "ok", "wrong", "ok"]
         assert result.best_config == {"n": 1}
-        # One of the two is compiled first.
+        # Either of the two compiles first.
         assert [index for index in (1, 3) if "the same program as" in result.trials[index].message] in ([1], [3])
     assert results[0].trials[2].message == results[1].trials[2].message
     (of_workers,), (of_both,) = (list(entry.items()) for entry in entries)
@@ -144,7 +144,7 @@ def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) ->
     for name in of_workers[1].keys() | of_both[1].keys():
         if name not in ("time_ms", "default_time_ms", "speedup_interval", "created", "trials", "samples"):
             assert of_workers[1][name] == of_both[1][name]
-    # The result of either is found by both.
+    # Both find the result of either.
     with quarantune.settings(cache_dir=tmp_path / "compile", isolation="process", on_miss="error"):
         assert product.lookup(x) == {"n": 1}
 
@@ -171,14 +171,14 @@ def test_a_config_is_timed_and_checked_with_its_gradient() -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Pair:
-    """A pytree class, which programs do not name."""
+    """A pytree class; programs do not name it."""
 
     first: jax.Array
     second: jax.Array
 
 
 @pytest.mark.slow
-def test_donated_keyed_and_structured_arguments_are_measured_here_too() -> None:
+def test_arguments_of_every_kind_are_measured_here() -> None:
     @quarantune.autotune({"n": [1, 2]}, time_grad=True, rep=3)
     @functools.partial(jax.jit, static_argnames=["n", "kind"], donate_argnums=[0])
     def structured(pair: Pair, key: jax.Array, *, kind: str, n: int = 1) -> Any:
@@ -197,7 +197,7 @@ def test_a_program_that_cannot_leave_its_worker_is_compiled_here(caplog: pytest.
     @functools.partial(jax.jit, static_argnames=["n"])
     def calls_back(x: jax.Array, n: int = 1) -> jax.Array:
         def fails(value: Any) -> Any:
-            assert n != 2, "two is no good"
+            assert n != 2, "two is bad"
             return value
 
         return jax.pure_callback(fails, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 0 * n
@@ -205,13 +205,13 @@ def test_a_program_that_cannot_leave_its_worker_is_compiled_here(caplog: pytest.
     with in_this_process, caplog.at_level(logging.WARNING, "quarantune"):
         result = calls_back.tune(jnp.ones(8))
     assert ends(result.trials) == ["ok", "error", "ok"]
-    assert "two is no good" in result.trials[1].message
+    assert "two is bad" in result.trials[1].message
     assert {trial.route for trial in result.trials} == {Route.IN_PROCESS}
     assert caplog.text.count("is compiled in this process, without containment") == 1
 
 
 def last_records(directory: Path) -> dict[int, list[str]]:
-    """Returns the outcomes that the journals in a cache directory hold for each `n`, in their order."""
+    """Returns the outcomes for each `n` in the journals of a cache directory, in order."""
     found: dict[int, list[str]] = {}
     for path in directory.glob("*.trials/*.jsonl"):
         for record in journal.read(path):
@@ -221,7 +221,7 @@ def last_records(directory: Path) -> dict[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["compile", "none"])
-def test_control_c_in_a_host_callback_is_no_error_of_its_config(isolation: str, tmp_path: Path) -> None:
+def test_control_c_in_a_host_callback_blames_no_config(isolation: str, tmp_path: Path) -> None:
     def press(value: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -246,7 +246,7 @@ def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
 
 
 class TracelessError(Exception):
-    """An exception that cannot be asked where it was raised."""
+    """An exception without a readable traceback."""
 
     @property
     def __traceback__(self) -> Any:
@@ -256,7 +256,7 @@ class TracelessError(Exception):
     def __traceback__(self, trace: object) -> None: ...
 
 
-def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
+def test_an_exception_without_a_traceback_ends_only_its_config() -> None:
     def hides(x: Any, n: int = 1) -> Any:
         if n == 2:
             raise TracelessError
@@ -269,7 +269,7 @@ def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_path: Path) -> None:
+def test_a_hang_or_crash_here_ends_only_one_sweep(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(
         textwrap.dedent(
@@ -295,11 +295,11 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
     with subprocess.Popen([sys.executable, str(program)], env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         reports = (line for line in process.stderr if "which cannot end it" in line)
-        first, second = next(reports), next(reports)  # it is reported again
+        first, second = next(reports), next(reports)  # the second report is of the same work
         process.kill()
     assert "the config n=1 has run for" in first
     assert "the config n=1 has run for" in second
-    # The next process leaves it out, and has another problem. The one after it keeps the suspect for last.
+    # The next process leaves it out and has another problem. The process after that runs the suspect last.
     ended = []
     for _ in range(3):
         done = run_python(program, **changes)
@@ -325,7 +325,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int
             seen.append(last_records(tmp_path))
             return y
 
-        # One is compared with the others, and 300 waits for further runs, when 0 runs as the last one.
+        # 0 runs last, when one config has been compared with the others and 300 waits for further runs.
         y = jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x) if n == 0 else x
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), y) * 0
 
@@ -336,7 +336,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int
     assert {n: outcomes[-1] for n, outcomes in last_records(tmp_path).items()} == {300: "ok", 1: "ok", 0: "ok"}
 
 
-def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> None:
+def test_a_config_is_blamed_after_it_ended_two_processes() -> None:
     def record(outcome: Outcome) -> Trial:
         return Trial(config={}, outcome=outcome, route=Route.COMPILED_APART)
 
@@ -355,10 +355,8 @@ def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> No
 
 
 @pytest.mark.slow
-def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Every final has earlier configs, however noisy the machine is.
+def test_configs_compared_in_several_sweeps_have_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Earlier configs are in every final, however noisy the machine is.
     monkeypatch.setattr(finals, "MARGINS", {"wall": 1e9})
 
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -371,11 +369,11 @@ def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(
             tuner = quarantune.AutoTuner(shifted, {"n": list(range(1, most))}, rep=2)
             trials = tuner.run(x).trials
     assert ends(trials) == ["ok"] * 5
-    assert "lost" in last_records(tmp_path)[1][1:]  # it was loaded again
+    assert "lost" in last_records(tmp_path)[1][1:]  # the final loaded it again
 
 
 def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[int, Trial], Swept]]:
-    """Makes this process look as if it held a TPU; returns a function that sweeps on it."""
+    """Makes this process seem to hold a TPU; returns a function that sweeps on it."""
     monkeypatch.setattr(jax_backends, "backends_initialized", lambda: True)
     device = Device("tpu", "TPU v5 lite")
     monkeypatch.setattr(discovery, "devices_and_target", lambda *_: ([device], None))
@@ -405,7 +403,7 @@ def test_workers_refuse_to_measure_on_a_tpu_of_this_process(monkeypatch: pytest.
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
 @pytest.mark.usefixtures("quiet_place")
-def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compile_for_a_tpu_that_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = holding_a_tpu(monkeypatch)
     modes = ["good", "segfault", "exit_with_0", "fail", "good"]
     with nothing_is_left():
@@ -416,13 +414,13 @@ def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: 
     programs = swept.executables
     assert programs.keys() == {0, 4}
     args, output = jax.tree.structure(((0,), {})), jax.tree.structure(0)
-    for program in programs.values():  # they come as data, for a device that this process lacks
+    for program in programs.values():  # data for a device that this process lacks
         read = executable.from_data(program)
         with pytest.raises(ValueError, match="cannot be loaded"):
             read.with_trees(args, output)
 
 
-def test_without_isolation_a_function_may_hold_what_no_worker_can_get() -> None:
+def test_a_function_that_cannot_travel_runs_without_isolation() -> None:
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0)

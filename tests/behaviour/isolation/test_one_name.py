@@ -1,4 +1,4 @@
-"""One file has one name, however its functions and classes came to be in a process."""
+"""A file has one name, however a process came to its functions and classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = PROGRAMS / "named"
 PROGRAM = str(DATA / "pkg" / "mod.py")
 REPORT = "import json; print(json.dumps(mod.report()))"
 
-# The arguments of Python: of a script, and of a module of a package.
+# Python's arguments for a script, and for a module of a package.
 WAYS: dict[str, dict[str, list[str]]] = {
     "mod": {
         "run": [PROGRAM, "report"],
@@ -52,7 +52,7 @@ def python(arguments: list[str], cache: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with a result of the script, and one of the module."""
+    """A cache with a result of the script and a result of the module."""
     cache = tmp_path_factory.mktemp("named")
     for name, start in (("mod", [PROGRAM]), ("pkg.mod", ["-m", "pkg.mod"])):
         assert python([*start, "tune"], cache)[0] == f"{name}.kernel"
@@ -61,7 +61,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAMED = [
-    # How a program is started matters to a file and to a module alike; the rarer ways are tried with one of them.
+    # How a program starts matters to a file and to a module alike, so rarer ways are tried with only one of them.
     pytest.param(name, way, marks=() if name == "mod" and way in ("run", "child", "imported") else pytest.mark.long)
     for name, ways in WAYS.items()
     for way in ways
@@ -84,8 +84,8 @@ def test_runpy_gives_a_file_the_name_of_its_script(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_worker_gives_the_classes_of_a_program_the_names_of_its_caller(tmp_path: Path) -> None:
-    """A kernel that another one calls is looked up by the worker, with keys that hold classes of the program."""
+def test_a_workers_classes_have_the_names_of_the_callers(tmp_path: Path) -> None:
+    """The worker looks up a kernel that another kernel calls; its key holds classes of the program."""
     program = tmp_path / "program.py"
     program.write_text(
         """

@@ -1,4 +1,4 @@
-"""Calls whose arguments are laid out over several devices: the worker's mesh, the key, groups of devices and leases."""
+"""Arguments on several devices: workers have an equal mesh, keys hold the layout, and leases cover the group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_script(tmp_path: Path, run_on_devices: Callable[[Path, str, int], None])
 
 
 @pytest.mark.slow
-def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(run_script: Callable[..., None]) -> None:
+def test_configs_run_on_a_mesh_of_the_callers_shape(run_script: Callable[..., None]) -> None:
     run_script(
         """
         import psutil
@@ -144,7 +144,7 @@ def test_explicit_axes_are_explicit_in_the_worker(run_script: Callable[..., None
 
 
 @pytest.mark.slow
-def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(run_script: Callable[..., None]) -> None:
+def test_the_mesh_of_the_context_is_found_in_workers(run_script: Callable[..., None]) -> None:
     run_script(
         """
         @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=lambda x: jax.reshard(x * 2, P()))
@@ -162,7 +162,7 @@ def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(run_s
 
 
 @pytest.mark.slow
-def test_kernels_tuned_in_a_jitted_function_are_those_that_its_calls_look_up(run_script: Callable[..., None]) -> None:
+def test_calls_look_up_the_kernels_that_a_jit_tuned(run_script: Callable[..., None]) -> None:
     run_script(
         """
         @quarantune.autotune({"n": [1, 2]})
@@ -274,7 +274,7 @@ def test_two_shardings_have_two_keys(run_script: Callable[..., None]) -> None:
 
 
 @pytest.mark.slow
-def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker(
+def test_a_sharding_without_a_mesh_is_bound_to_no_mesh(
     run_script: Callable[..., None],
 ) -> None:
     run_script(
@@ -298,7 +298,7 @@ def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker
     )
 
 
-def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(run_script: Callable[..., None]) -> None:
+def test_arrays_of_every_kind_arrive_in_buffers_of_their_own(run_script: Callable[..., None]) -> None:
     run_script(
         """
         from quarantune.transport import arrays, payload
@@ -359,7 +359,7 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(run_script: 
 
 
 @pytest.mark.slow
-def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(run_script: Callable[..., None]) -> None:
+def test_configs_run_on_the_devices_they_were_compiled_for(run_script: Callable[..., None]) -> None:
     run_script(
         """
         @functools.partial(jax.jit, static_argnames=["n"])
@@ -371,7 +371,7 @@ def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(run_scri
         first, last = (Mesh(np.array(jax.devices()[half]), ("a",)) for half in (slice(2), slice(2, 4)))
         for x, elsewhere in ((jnp.asarray(X), None), (place(X, first, "a"), place(X, last, "a"))):
             functions = quarantune.compile_configs(f, {"n": [1, 2]}, x)
-            traced.clear()  # of a config, to compare its program with that of the workers
+            traced.clear()  # one config was traced, to compare its program with the workers'
             for n, function in zip((1, 2), functions):
                 np.testing.assert_allclose(function(x), np.cumsum(X * n, axis=0))
                 assert function(x).sharding.device_set == x.sharding.device_set
@@ -386,13 +386,13 @@ def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(run_scri
 # --- too few devices ----------------------------------------------------------------------------------------
 
 
-def test_the_message_for_a_mesh_that_is_too_large_says_how_many_devices() -> None:
+def test_the_error_for_a_large_mesh_counts_the_devices() -> None:
     spec = AbstractMesh((64, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match=r"need 128 devices.*has \d+: set devices_per_trial=128"):
         arrays.mesh_like(spec)
 
 
-def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> None:
+def test_arguments_on_too_many_devices_stop_the_sweep_early() -> None:
     jax = pytest.importorskip("jax")
     abstract = jax.sharding.AbstractMesh((2,), ("a",))
     sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec("a"))
@@ -419,7 +419,7 @@ def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> No
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None])
-def test_devices_per_trial_must_be_a_whole_number_of_at_least_one(value: Any) -> None:
+def test_devices_per_trial_must_be_a_positive_whole_number(value: Any) -> None:
     with pytest.raises(ValueError, match=r"devices_per_trial=.* whole number of at least 1"):
         Options(devices_per_trial=value)
 
@@ -440,7 +440,7 @@ def cards(*tokens: str) -> list[Device]:
     ("size", "tokens"),
     [(1, ["4", "GPU-b", "2", "1", "0"]), (2, ["4,GPU-b", "2,1"]), (3, ["4,GPU-b,2"]), (5, ["4,GPU-b,2,1,0"])],
 )
-def test_devices_are_grouped_in_order_and_those_left_over_stay_out(size: int, tokens: list[str]) -> None:
+def test_devices_are_grouped_in_order_and_the_rest_stay_out(size: int, tokens: list[str]) -> None:
     groups = grouped(cards("4", "GPU-b", "2", "1", "0"), size)
     assert [group.token for group in groups] == tokens
     assert [group.name for group in groups] == [f"cuda:{token}" for token in tokens]
@@ -456,17 +456,17 @@ def test_too_few_devices_for_a_group_are_counted() -> None:
         grouped(cards("0", "1"), 3)
 
 
-def test_a_processor_is_its_own_only_member() -> None:
+def test_a_single_processor_is_its_only_member() -> None:
     assert cpu_device().members == (cpu_device(),)
 
 
 @pytest.fixture
 def four(tmp_path: Path) -> list[Device]:
-    """Four devices with names of this test's own, as leases on them are machine-wide."""
+    """Four devices with names that only this test uses, because leases are machine-wide."""
     return cards(*(f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}-{index}" for index in range(4)))
 
 
-def test_the_lease_on_a_group_is_one_on_each_of_its_devices(four: list[Device]) -> None:
+def test_a_groups_lease_holds_each_of_its_devices(four: list[Device]) -> None:
     group, singles = Lease(grouped(four, 3)[0]), [Lease(device) for device in four]
     assert group.acquire(0.0)
     assert [single.acquire(0.0) for single in singles] == [False, False, False, True]
@@ -477,7 +477,7 @@ def test_the_lease_on_a_group_is_one_on_each_of_its_devices(four: list[Device]) 
         lease.release()
 
 
-def test_a_group_of_which_one_device_is_taken_takes_none(four: list[Device]) -> None:
+def test_a_group_with_one_device_taken_takes_none(four: list[Device]) -> None:
     group, last, first = Lease(grouped(four, 4)[0]), Lease(four[3]), Lease(four[0])
     descriptors = len(os.listdir("/proc/self/fd"))
     assert last.acquire(0.0)
@@ -493,7 +493,7 @@ def test_a_group_of_which_one_device_is_taken_takes_none(four: list[Device]) -> 
 def test_groups_that_overlap_take_turns(four: list[Device]) -> None:
     low, high, single = Lease(grouped(four[:2], 2)[0]), Lease(grouped(four[1:], 2)[0]), Lease(four[1])
     turns: dict[str, int] = {"low": 0, "high": 0, "single": 0}
-    for step in range(120):  # all ask 20 times a second, in the same order, and measure for one step
+    for step in range(120):  # all ask 20 times a second in the same order, and measure for one step
         leases = {"low": low, "high": high, "single": single}
         holding = [name for name, lease in leases.items() if lease.acquire(0.05 * step)]
         assert len(holding) <= 1, "they share a device"
@@ -505,12 +505,12 @@ def test_groups_that_overlap_take_turns(four: list[Device]) -> None:
     assert min(turns.values()) >= 10, turns
 
 
-def test_who_waits_for_a_group_is_let_in_by_who_is_busy_on_one_of_its_devices(four: list[Device]) -> None:
+def test_a_busy_device_lets_in_a_group_that_waits(four: list[Device]) -> None:
     group, busy = Lease(grouped(four, 2)[0]), Lease(four[1])
     assert busy.acquire(0.0)
     assert not group.acquire(0.01)
     busy.release()
-    assert not busy.acquire(5.0), "somebody waits"
+    assert not busy.acquire(5.0), "a group still waits"
     assert group.acquire(5.05)
     group.release()
     assert busy.acquire(6.0)
@@ -518,7 +518,7 @@ def test_who_waits_for_a_group_is_let_in_by_who_is_busy_on_one_of_its_devices(fo
 
 
 @pytest.mark.slow
-def test_an_unreduced_argument_is_refused_by_name_and_runs_untuned(run_script: Callable[..., None]) -> None:
+def test_an_unreduced_argument_is_refused_but_runs_untuned(run_script: Callable[..., None]) -> None:
     run_script(
         """
         jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2))

@@ -1,4 +1,4 @@
-"""Calls inside JAX's transformations: the sweep runs once, while JAX traces, and its winner is part of the program."""
+"""A call inside a JAX transformation is tuned once, while JAX traces, and the winner is part of the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
 def square(n: int, x: Any) -> Any:
-    """Multiplies its argument by its sine if n is 2, which is not the default, so that only a tuned call works."""
+    """Multiplies its argument by its sine if n is 2. The default is not 2, so only a tuned call works."""
     if n != 2:
         raise ArithmeticError(n)
     return jnp.sin(x) * x
@@ -103,7 +103,7 @@ SLOW, LONG = ("grad of shard_map", "jit of grad of scan"), ("hessian",)
         for name, transform in TRANSFORMS.items()
     ],
 )
-def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
+def test_a_call_in_a_transformation_is_tuned_once(
     transform: Any, kernel: quarantune.Autotuned, sweeps: list[str]
 ) -> None:
     expected = transform(jax.jit(lambda x: square(2, x)))(X)
@@ -114,7 +114,7 @@ def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
     assert len(sweeps) == 1
     if transform is TRANSFORMS["eval_shape"]:
         assert cold == warm == expected
-    elif isinstance(expected, str):  # what a jaxpr calls its functions is not the point
+    elif isinstance(expected, str):  # names of functions in a jaxpr do not matter
         assert cold.count("sin") == warm.count("sin") == expected.count("sin") == 1
     else:
         for found in (cold, warm):
@@ -141,7 +141,7 @@ def test_a_compiled_program_keeps_its_winner(
     step(X)
     compiles.clear()
     again = step(X)
-    assert not compiles, "it is not traced again"
+    assert not compiles, "JAX does not trace it again"
     np.testing.assert_allclose(again, square(2, X) + 1, rtol=1e-6)
     assert len(sweeps) == 1
 
@@ -167,7 +167,7 @@ def test_traced_and_eager_calls_of_one_shape_share_an_entry(kernel: quarantune.A
     assert len(sweeps) == 2
 
 
-def test_several_shapes_in_one_trace_are_tuned_each(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
+def test_each_shape_in_one_trace_is_tuned(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
     both = jax.jit(lambda x: kernel(x).sum() + kernel(x[0]).sum() + kernel(x).sum())
     expected = 2 * square(2, X).sum() + square(2, X[0]).sum()
     np.testing.assert_allclose(both(X), expected, rtol=1e-5)
@@ -224,7 +224,7 @@ def test_a_custom_vjp_inside_the_function_is_used_by_the_winner(sweeps: list[str
     assert len(sweeps) == 1
 
 
-def test_a_sweep_that_fails_while_jax_traces_keeps_no_tracer_alive(sweeps: list[str]) -> None:
+def test_a_sweep_that_fails_in_a_trace_keeps_no_tracer_alive(sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def hopeless(x: Any, n: int = 0) -> Any:
@@ -250,9 +250,7 @@ def test_a_sweep_that_fails_while_jax_traces_keeps_no_tracer_alive(sweeps: list[
 
 
 @pytest.mark.filterwarnings("ignore:.*ISOLATION.*")
-def test_without_isolation_a_sweep_inside_a_trace_stays_out_of_the_trace(
-    kernel: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_a_sweep_in_process_stays_out_of_an_outer_trace(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
     with quarantune.settings(isolation="none"), jax.checking_leaks():
         step = jax.jit(lambda x: kernel(x) + 1)
         np.testing.assert_allclose(step(X), square(2, X) + 1, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Warnings point to the line that called a tuned function, and to none of ours."""
+"""Warnings point to the line that called a tuned function, not to a line of quarantune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that is wrong whatever the config raises its own error, as the untuned function does, and is forgotten."""
+"""A call that fails with every config raises the error of the untuned call, and the failure is forgotten."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def moved(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Aut
 
 @pytest.mark.usefixtures("quiet_place")
 @everywhere
-def test_a_list_for_a_static_argument_fails_and_the_tuple_is_tuned(isolation: str, cache_dir: Path) -> None:
+def test_a_list_as_a_static_argument_fails_and_a_tuple_tunes(isolation: str, cache_dir: Path) -> None:
     fn = moved()
     with isolated(isolation), pytest.raises(ValueError, match="on-hashable static"):
-        fn(X, [0, 1])  # starts the template, and threads that stay
+        fn(X, [0, 1])  # starts the template and threads that stay
     for spoilt in (moved([{"n": 1}, {"n": 2}, {"n": 3}]), fn):
         with nothing_is_left(), isolated(isolation), pytest.raises(ValueError, match=r"on-hashable static") as caught:
             spoilt(X, [0, 1])
@@ -46,12 +46,12 @@ def test_a_list_for_a_static_argument_fails_and_the_tuple_is_tuned(isolation: st
         assert str(caught.value).count("on-hashable static") == 1
     assert fn.lookup(X, (0, 1)) is None
     result = moved([{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]).tune(X, (0, 1))
-    assert set(result.counts) <= {"ok", "slow"}, "none is known not to compile"
+    assert set(result.counts) <= {"ok", "slow"}, "the earlier failures are forgotten"
     np.testing.assert_array_equal(fn(X, (0, 1)), X + 1)
     np.testing.assert_array_equal(moved()(X, (0, 1)), X + 1)
 
 
-def test_the_error_of_wrong_shapes_is_that_of_the_untuned_call() -> None:
+def test_wrong_shapes_raise_the_error_of_the_untuned_call() -> None:
     fn, x = moved(), np.ones(3, np.float32)
     for call in (fn, fn.tune, fn.lower, jax.jit(fn), jax.grad(lambda x: fn(x).sum())):
         with pytest.raises(TypeError, match=r"incompatible shapes for broadcasting: .3.*4") as caught:
@@ -60,7 +60,7 @@ def test_the_error_of_wrong_shapes_is_that_of_the_untuned_call() -> None:
     np.testing.assert_array_equal(fn(X), X)
 
 
-def test_a_tuner_raises_the_error_of_a_wrong_call_too() -> None:
+def test_a_tuner_raises_the_error_of_a_wrong_call() -> None:
     tuner = quarantune.AutoTuner(moved().__wrapped__, {"n": [1, 2]}, rep=1)
     for _ in range(2):
         with pytest.raises(TypeError, match="incompatible shapes"):
@@ -68,7 +68,7 @@ def test_a_tuner_raises_the_error_of_a_wrong_call_too() -> None:
     assert set(tuner.run(X).counts) <= {"ok", "slow"}
 
 
-def test_where_only_workers_fail_alike_the_failure_of_all_configs_is_raised(tmp_path: Path) -> None:
+def test_failures_in_workers_alone_are_not_the_calls_error(tmp_path: Path) -> None:
     here = [True]
 
     @quarantune.autotune({"n": [1, 2]}, rep=1)
@@ -79,7 +79,7 @@ def test_where_only_workers_fail_alike_the_failure_of_all_configs_is_raised(tmp_
         return x
 
     class Gone(list):  # type: ignore[type-arg]
-        """Is empty where it was sent to."""
+        """Arrives empty in another process."""
 
         def __reduce__(self) -> Any:
             return Gone, ()
@@ -136,7 +136,7 @@ LAZY: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("isolation", ["process", "none"])
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.filterwarnings("ignore:Python iterable type", "ignore:QUARANTUNE_ISOLATION")
-def test_a_result_whose_work_is_to_be_done_later_never_wins(kind: str, isolation: str) -> None:
+def test_a_result_that_defers_its_work_never_wins(kind: str, isolation: str) -> None:
     make, told = LAZY[kind]
 
     def work(x: Any, do: str = "work") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import running_templates
+from cached_functions import CONFIGS, scaled
 
 import quarantune
 from quarantune.sandbox import template
@@ -61,3 +63,37 @@ def test_a_url_is_refused_as_a_directory_with_a_way_out(
     with pytest.raises(ValueError, match=f"QUARANTUNE_CACHE_DIR='{url}' is not valid.*{says}"):
         add_to.lookup(X, X)
     assert os.listdir(tmp_path) == []
+
+
+def plain(x: Any, *rest: Any, n: int) -> Any:
+    return x * n
+
+
+def keywords(x: Any, **config: Any) -> Any:
+    return x * config["n"]
+
+
+@pytest.mark.usefixtures("no_process")
+def test_tune_refuses_a_tunable_given_by_hand_before_any_work(name: str) -> None:
+    jitted = scaled(name)
+    says = re.escape("n is tuned here: leave it out")
+    for fn in (plain, keywords, jitted.__wrapped__):
+        with pytest.raises(TypeError, match=says):
+            quarantune.AutoTuner(fn, CONFIGS, name=name).run(X, n=2)
+    with pytest.raises(TypeError, match=says):
+        quarantune.AutoTuner(jitted.__wrapped__, lambda x: list(CONFIGS), name=name).run(X, n=2)
+    with pytest.raises(TypeError, match=says):
+        jitted.tune(X, 2)
+    with pytest.raises(TypeError, match=says):
+        quarantune.compile_configs(jitted.__wrapped__, CONFIGS, X, n=2)
+    with pytest.raises(TypeError, match="m, n are tuned here: leave them out"):
+        quarantune.AutoTuner(keywords, [{"n": 1, "m": 2}], name=name).run(X, n=2, m=3)
+
+
+def test_a_config_too_large_for_a_message_names_its_largest_key() -> None:
+    def fn(x: int, table: str) -> int:
+        return x
+
+    tuner = quarantune.AutoTuner(fn, [{"table": "ab"}, {"table": "x" * (5 << 20)}])
+    with pytest.raises(ValueError, match=r"5,242,\d+ bytes as JSON, most of them its 'table'"):
+        tuner.run(1)

@@ -1,4 +1,4 @@
-"""What cannot be tuned is refused before a worker starts, with the remedy."""
+"""Functions and arguments that cannot be tuned are refused before a worker starts, with the remedy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_in_shardings_are_refused_at_decoration_with_the_remedy(tune: Callable[[
         tune(jitted)
 
 
-def test_options_tied_to_devices_need_a_function_that_workers_can_import() -> None:
+def test_options_tied_to_devices_need_an_importable_function() -> None:
     def local(x: Any, n: int = 1) -> Any:
         return x * n
 
@@ -58,7 +58,7 @@ def test_options_tied_to_devices_need_a_function_that_workers_can_import() -> No
             jitted = jax.jit(local, static_argnames=["n"], **{name: option})
         with pytest.raises(TypeError, match=rf"jax.jit was given {name} for .*local.*Move .* into a module"):
             quarantune.autotune(CONFIGS)(jitted)
-    # A function that workers import has its devices there.
+    # A function that workers import finds its devices there.
     quarantune.autotune(CONFIGS)(jax.jit(times, static_argnames=["n"], out_shardings=here()))
 
 
@@ -95,7 +95,7 @@ tuned_times = quarantune.autotune(CONFIGS)(jax.jit(times, static_argnames=["n"])
     ],
     ids=["string", "inside", "object", "array of strings", "date", "function", "self"],
 )
-def test_an_argument_that_jit_does_not_take_is_refused_before_the_sweep(
+def test_an_argument_that_jit_rejects_is_refused_early(
     call: Callable[[], Any], words: str, sweeps: list[str], cache_dir: Path
 ) -> None:
     with pytest.raises(TypeError, match=words):
@@ -104,7 +104,7 @@ def test_an_argument_that_jit_does_not_take_is_refused_before_the_sweep(
     assert not cache_dir.exists()
 
 
-def test_what_jit_takes_is_not_refused() -> None:
+def test_arguments_that_jit_accepts_are_not_refused() -> None:
     for value in (
         None,
         1,

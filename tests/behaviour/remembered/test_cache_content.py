@@ -1,4 +1,4 @@
-"""A shared cache directory may hold anything: foreign files are never waited for, used, or overwritten silently."""
+"""In a shared cache directory, no foreign file blocks a call, is used as a result or is silently overwritten."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def aside(store: Store) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", sorted((ODD_FILES.keys() - {"huge"}) | WHOLE.keys()))
-def test_an_invalid_file_of_entries_is_set_aside_and_reported_once(store: Store, name: str) -> None:
+def test_an_invalid_cache_file_is_set_aside_and_reported_once(store: Store, name: str) -> None:
     path = store.path("f")
     (ODD_FILES[name] if name in ODD_FILES else put_bytes(WHOLE[name]))(path)
     kind = path.lstat().st_mode
@@ -137,7 +137,7 @@ def test_an_invalid_file_of_entries_is_set_aside_and_reported_once(store: Store,
     assert store.get("f", "cpu", "k") == ENTRY
 
 
-def test_a_huge_file_of_entries_stays_as_it_is_and_is_reported_once(store: Store) -> None:
+def test_a_huge_cache_file_stays_and_is_reported_once(store: Store) -> None:
     put_sparse(store.path("f"))
     assert "it is larger than" in "".join(store.problems("f"))
     with pytest.warns(CacheWarning, match="cannot be read") as told:
@@ -246,7 +246,7 @@ def test_a_trial_of_wrong_types_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [[], None, 3, "x", {}, {"config": {}}])
-def test_data_that_describes_no_trial_is_refused(odd: Any) -> None:
+def test_data_that_does_not_describe_a_trial_is_refused(odd: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         Trial.from_json(odd)
 
@@ -313,9 +313,7 @@ def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(
     assert (kept / "kept").read_text() == "kept"
 
 
-def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_odd_claim_set_aside_is_a_problem_until_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.parent.mkdir()
     claim._path.write_bytes(b"x" * 100_000)
@@ -333,7 +331,7 @@ def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(
 
 
 @pytest.mark.parametrize("when", [1.0, 4e9])
-def test_a_claim_from_another_time_is_taken_over_when_it_stays_silent(
+def test_a_silent_claim_from_another_time_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: float
 ) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
@@ -382,9 +380,7 @@ def test_a_sweep_measures_trials_with_wrong_types_again(cache_dir: Path, monkeyp
         {"key_values": {"x": {"shape": [10**309, *[10**18] * 30], "dtype": "f"}}},
     ],
 )
-def test_numbers_of_an_entry_that_fit_no_float_break_neither_calls_nor_reports(
-    cache_dir: Path, tmp_path: Path, odd: dict[str, Any]
-) -> None:
+def test_numbers_too_large_for_a_float_break_nothing(cache_dir: Path, tmp_path: Path, odd: dict[str, Any]) -> None:
     def tuned() -> quarantune.Autotuned:
         wrap = quarantune.autotune({"n": [1, 2]}, rep=2, name="f", search="random", max_trials=2)
         return wrap(jax.jit(lambda x, n=1: x * n / n, static_argnames=["n"]))
@@ -444,7 +440,7 @@ def test_a_second_user_of_a_shared_directory_saves_results() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_the_owner_of_a_sticky_directory_saves_beside_the_lock_of_another(store: Store) -> None:
+def test_a_sticky_directorys_owner_saves_despite_foreign_locks(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
     store.directory.chmod(0o1777)
     for path in store.directory.iterdir():
@@ -483,4 +479,4 @@ def test_reading_a_large_file_leaves_the_garbage_collector_alone(is_enabled: boo
         gc.callbacks.remove(note)
         (gc.enable if was_enabled else gc.disable)()
     assert len(value) == 100_000
-    assert seen <= 2  # the start and the end of one collection, after it is enabled again
+    assert seen <= 2  # start and end of one collection, once enabled again

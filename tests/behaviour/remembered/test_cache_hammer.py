@@ -1,3 +1,5 @@
+"""Writers that are killed at any moment, on one host or two, lose no acknowledged write and tear no read."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +21,7 @@ from quarantune.cache.store import Store
 
 WRITERS, KEYS = 8, 20
 
-# One process imports the package and forks the writers and the reader, so that all start at once, and sooner.
+# One process imports the package and forks the writers and the reader, so that all start soon and together.
 HAMMER = """
 import errno, fcntl, json, os, sys, traceback, warnings
 from pathlib import Path
@@ -89,7 +91,7 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("locks", "writes_each", "killed"),
     [
-        # Those that are killed leave half of the writers, which write to the end as these do.
+        # Half of the writers survive the kills and write to the end.
         *(pytest.param(locks, 50, 0, marks=pytest.mark.long) for locks in ("working", "no-op", "none")),
         *((locks, 40, WRITERS // 2) for locks in ("working", "no-op", "none")),
     ],
@@ -99,33 +101,33 @@ def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
 ) -> None:
     rng = random.Random(killed)
     before = {f"before/{number}": {"schema": SCHEMA, "config": {"BM": number}} for number in range(100)}
-    (tmp_path / "kernel.json").write_text(json.dumps({"cpu": before}))  # large, where there is little room
+    (tmp_path / "kernel.json").write_text(json.dumps({"cpu": before}))  # large for the small disk
     arguments = [tmp_path, WRITERS, killed, writes_each, KEYS, locks, room]
     command = [sys.executable, "-c", HAMMER, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hammer:
         assert hammer.stdout is not None
         for victim in json.loads(hammer.stdout.readline())[:killed]:
-            # At random moments, so that any instruction may be the last.
+            # The moments are random, so any instruction may be the last.
             goal = len(acknowledged(tmp_path)) + rng.randrange(20, 60)
             while len(acknowledged(tmp_path)) < goal:
                 time.sleep(rng.uniform(0.0, 0.005))
             os.kill(victim, signal.SIGKILL)
         endings = json.loads(hammer.stdout.read())
 
-    # The reader ends last, and succeeds only if each read was complete and none older than the one before.
+    # The reader ends last. It succeeds only if each read was complete and no older than the read before.
     assert endings == [-signal.SIGKILL] * killed + [0] * (WRITERS - killed) + [0]
     writes = acknowledged(tmp_path)
     assert len(writes) >= (WRITERS - killed) * writes_each
     found = Store(tmp_path, read_only=True).read("kernel")["cpu"]
     assert before.items() <= found.items()
     assert len(list(tmp_path.glob("kernel.entries/*.json"))) in (range(1) if room > 1500 else range(50, 257))
-    # A killed writer may have made one write that it could not acknowledge.
+    # A killed writer may have made one write without acknowledging it.
     lost = {key: n for key, n in dict(writes).items() if found[key]["config"]["BM"] not in (n, n + KEYS)}
     assert lost == {}
     assert list(tmp_path.rglob("*.corrupt-*")) == []
 
 
-# --- two hosts: two mounts of one directory, with caches of their own ---------------------------------------
+# --- two hosts: two mounts of one directory, with separate caches -------------------------------------------
 
 MOUNTS = {
     "sshfs": ["sshfs", "-o", "ssh_command={server}"],
@@ -168,7 +170,7 @@ def two_mounts(kind: str, tmp_path: Path) -> Iterator[tuple[Path, list[Path]]]:
     if missing := [name for name in needed if shutil.which(name) is None]:
         pytest.skip(f"{missing[0]} is not installed")
     if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        pytest.skip("only root can mount, and give a process the name of a host of its own; and it needs /dev/fuse")
+        pytest.skip("only root can mount and change a process's host name; /dev/fuse is also needed")
     shared, server, mounts = tmp_path / "shared", tmp_path / "server", [tmp_path / "one", tmp_path / "two"]
     server.write_text(f"#!/bin/sh\nexec {SERVER}\n")
     server.chmod(0o755)
@@ -189,7 +191,7 @@ def two_mounts(kind: str, tmp_path: Path) -> Iterator[tuple[Path, list[Path]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead_s", [0, 3600])
 @pytest.mark.parametrize("kind", MOUNTS)
-def test_hosts_that_keep_sizes_of_files_lose_nothing_and_sweep_once(tmp_path: Path, kind: str, ahead_s: int) -> None:
+def test_hosts_that_cache_file_sizes_lose_nothing(tmp_path: Path, kind: str, ahead_s: int) -> None:
     count = 15
     with two_mounts(kind, tmp_path) as (shared, mounts):
         writers = [
@@ -213,7 +215,7 @@ def test_hosts_that_keep_sizes_of_files_lose_nothing_and_sweep_once(tmp_path: Pa
             for mount, ahead in zip(mounts, ("0", str(ahead_s)), strict=True)
         ]
         (swept, *configs), (more_swept, *same_configs) = (writer.communicate()[0].split() for writer in writers)
-        assert configs == same_configs, "both use one config"
+        assert configs == same_configs, "both hosts use one config"
         assert int(swept) + int(more_swept) == count
         entries = Store(shared, read_only=True).read("writers")["cpu"]
         assert entries.keys() == {f"{mount.name}/{number}" for mount in mounts for number in range(count)}

@@ -1,4 +1,4 @@
-"""Settings and results that change while calls are remembered: the next call obeys them."""
+"""A remembered call obeys settings and results that changed since the last call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scaled(configs: Any = CONFIGS, *, name: str = "scaled", **options: Any) -> q
 
 
 @pytest.mark.slow
-def test_a_block_that_always_tunes_does_so_once_for_each_call_in_memory(sweeps: list[str]) -> None:
+def test_a_block_that_always_tunes_does_so_once_for_each_call(sweeps: list[str]) -> None:
     scaled()(X)
     fn, x = scaled(), jax.numpy.asarray(X)
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_a_block_that_always_tunes_does_so_once_for_each_call_in_memory(sweeps: 
 
 
 @pytest.mark.slow
-def test_a_block_that_always_tunes_holds_for_tuners_and_inside_jit_too(sweeps: list[str]) -> None:
+def test_a_block_that_always_tunes_holds_for_tuners_and_jit(sweeps: list[str]) -> None:
     tuner = quarantune.AutoTuner(scaled().__wrapped__, CONFIGS, rep=1, ref_fn=None)
     tuner.run(X)
     with quarantune.settings(always_tune=True):
@@ -74,7 +74,7 @@ def test_a_block_that_always_tunes_holds_for_tuners_and_inside_jit_too(sweeps: l
 
 
 @pytest.mark.slow
-def test_always_tune_of_the_environment_still_tunes_once_per_process(
+def test_always_tune_in_the_environment_tunes_once_per_process(
     sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled()(X)
@@ -89,7 +89,7 @@ def test_always_tune_of_the_environment_still_tunes_once_per_process(
 # --- compiler options ---------------------------------------------------------------------------------------
 
 
-def test_a_result_holds_no_compiler_options_that_its_config_lacked(tmp_path: Path, sweeps: list[str]) -> None:
+def test_a_result_has_no_compiler_options_its_config_lacked(tmp_path: Path, sweeps: list[str]) -> None:
     unusable = {"xla_no_such_option": True}
     configs = [{"n": 2}, {"n": 3, "compiler_options": unusable}, {"n": 4, "compiler_options": unusable}]
     fn = scaled(configs)
@@ -116,7 +116,7 @@ def test_a_result_holds_no_compiler_options_that_its_config_lacked(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_nearest_config_is_warned_of_once_for_a_function() -> None:
+def test_the_nearest_config_warns_once_for_each_function() -> None:
     fn, other = scaled(name="near"), scaled(name="far")
     fn(X), other(X)
     with quarantune.settings(on_miss="nearest"), warnings.catch_warnings(record=True) as caught:
@@ -129,7 +129,7 @@ def test_the_nearest_config_is_warned_of_once_for_a_function() -> None:
     assert said == ["near", "far"]
 
 
-def test_a_tuner_runs_the_defaults_where_a_miss_allows_them(sweeps: list[str]) -> None:
+def test_a_tuner_runs_the_defaults_if_on_miss_allows_them(sweeps: list[str]) -> None:
     tuner = quarantune.AutoTuner(scaled().__wrapped__, CONFIGS, rep=1, name="untuned", ref_fn=None)
     with quarantune.settings(on_miss="default"):
         with pytest.warns(CacheWarning, match="untuned: not tuned for this call, running with its defaults"):
@@ -146,14 +146,14 @@ def test_a_tuner_runs_the_defaults_where_a_miss_allows_them(sweeps: list[str]) -
     assert tuner.run(X).best_config in CONFIGS
 
 
-def test_a_tuner_whose_function_has_no_defaults_says_what_to_set() -> None:
+def test_a_tuner_without_defaults_names_the_setting_to_change() -> None:
     tuner = quarantune.AutoTuner(lambda x, n: x * n, CONFIGS, name="bare", rep=1)
     with quarantune.settings(on_miss="default"), pytest.raises(CacheMissError) as caught:
         tuner.run(X)
     assert str(caught.value).endswith("tune it with QUARANTUNE_ON_MISS=tune, or give its tunables defaults")
 
 
-def test_a_miss_names_the_setting_with_which_the_call_would_run() -> None:
+def test_a_miss_names_the_setting_that_lets_the_call_run() -> None:
     dropped = scaled({"n": [0, 1]}, name="dropped", prune_fn=lambda config, x: config["n"] > 0)
     whole = quarantune.contextual_autotune(lambda x: dropped(x), name="whole")
     for function in (dropped, whole):
@@ -186,7 +186,7 @@ def test_a_config_that_is_put_is_used_by_the_next_call(sweeps: list[str], monkey
     assert len(sweeps) == 1
 
 
-def test_a_config_that_is_put_elsewhere_or_is_none_of_the_space_is_not_used(tmp_path: Path, sweeps: list[str]) -> None:
+def test_a_config_put_elsewhere_or_outside_the_space_is_unused(tmp_path: Path, sweeps: list[str]) -> None:
     fn = scaled(name="elsewhere")
     result = fn.tune(X)
     other = next(config for config in CONFIGS if config != result.best_config)

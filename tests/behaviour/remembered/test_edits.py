@@ -1,4 +1,4 @@
-"""No edit of a kernel has a saved result used for another program, or an unchanged program measured again."""
+"""After an edit of a kernel, no other program runs a saved result, and no unchanged program is measured again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from check_edits import EDITS, KERNELS, run
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "jax rms_norm"])
 @pytest.mark.long
-def test_edits_neither_misuse_a_result_nor_measure_a_program_again(name: str) -> None:
+def test_edits_neither_misuse_nor_repeat_a_result(name: str) -> None:
     (counts,) = run([name], 24, seed=7).values()
     assert counts["misused"] == 0, counts
     assert counts["measured again"] == 0, counts

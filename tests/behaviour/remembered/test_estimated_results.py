@@ -1,4 +1,4 @@
-"""Estimates as results until something is measured, and as what sweeps and searches go by."""
+"""Estimates serve as results until something is measured, and order sweeps and searches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ X = np.arange(8, dtype=np.float32)
 N = [1, 2, 3, 4]
 CYCLES = {1: 4001.0, 2: 1000.0, 3: 1100.0, 4: 9000.0}
 MANY = {1: 5000.0} | {n: 1000.0 + 10 * n for n in range(2, 18)} | {18: 9000.0}
-"""More configs than those that run whatever their estimates are; only the last one is far behind, and no default."""
+"""More configs than always run whatever their estimates. The last one is far behind and not the default."""
 MEASURED = {"schema": 1, "config": {"n": 3}, "time_ms": 2.0, "created": "2026-01-01T00:00:00+00:00"}
 ESTIMATED = {
     "schema": 1,
@@ -59,7 +59,7 @@ def kernel(values: Iterable[int] = N, traced: list[int] | None = None, **options
 
 
 def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -> CompileReport:
-    """Returns what a compile check with estimates finds, and notes it as one does."""
+    """Returns the verdicts of a compile check with estimates, and saves them as the check does."""
     call = fn._tuner.bind((X,), {})
     described, settings = keyed_to_tune(call, target), blocks.current()
     limits = SweepLimits.of(fn.function.options, settings)
@@ -89,10 +89,10 @@ def trials_of(fn: Any) -> dict[str, int]:
     return dict(entry["trials"])
 
 
-# --- what a sweep does with estimates ---------------------------------------------------------------------------
+# --- estimates in a sweep --------------------------------------------------------------------------------------
 
 
-def test_a_sweep_leaves_out_what_a_check_estimated_far_behind_and_says_so() -> None:
+def test_a_sweep_skips_configs_estimated_far_behind() -> None:
     fn = kernel(MANY, rep=1)
     checked(fn, cycles=MANY)
     with isolated("none"):
@@ -111,21 +111,21 @@ def test_the_best_by_their_estimates_and_the_defaults_always_run(
     estimates = job._records.estimates(job._configs)
     assert [*estimates] == sorted(range(len(cycles)), key=lambda index: cycles[index + 1])
     assert {index: trial.message for index, trial in job._far_behind(estimates).items()} == pruned
-    job._start_over = True  # as `tune()` does, which runs every config
+    job._start_over = True  # as `tune()` does, to run every config
     assert job._far_behind(estimates) == {}
 
 
-def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind() -> None:
+def test_a_search_starts_with_the_best_estimates() -> None:
     traced: list[int] = []
     fn = kernel(MANY, traced=traced, rep=1, search="random", max_trials=40)
     checked(fn, cycles=MANY)
     with isolated("none"):
         fn(X)
-    assert [*dict.fromkeys(traced)] == [*range(1, 18)]  # the defaults, then by the estimates
+    assert [*dict.fromkeys(traced)] == [*range(1, 18)]  # the defaults come first, then the best estimates
     assert trials_of(fn).get("pruned") == 1
 
 
-def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
+def test_a_check_adds_estimates_to_earlier_verdicts() -> None:
     fn = kernel()
     call = keyed_to_tune(fn._tuner.bind((X,), {}))
     limits = SweepLimits.of(fn.function.options, blocks.current())
@@ -143,7 +143,7 @@ def job_of(fn: Any) -> Any:
     return tuning_job.TuningJob(described, Situation.of(described.call), resolver.rungs.tuning)
 
 
-def test_nothing_is_read_where_the_cache_is_off() -> None:
+def test_nothing_is_read_if_the_cache_is_off() -> None:
     fn = kernel()
     with quarantune.settings(disable_cache=True):
         call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), blocks.current()
@@ -155,14 +155,14 @@ def test_nothing_is_read_where_the_cache_is_off() -> None:
 # --- estimated results ------------------------------------------------------------------------------------------
 
 
-def test_a_measured_result_replaces_an_estimate_and_never_the_reverse() -> None:
+def test_a_measured_result_replaces_an_estimate_for_good() -> None:
     assert more_thorough("", "", ESTIMATED, MEASURED) == MEASURED
     assert more_thorough("", "", MEASURED, ESTIMATED) == MEASURED
     newer = {**ESTIMATED, "config": {"n": 4}}
     assert more_thorough("", "", ESTIMATED, newer) == newer
 
 
-def test_merged_caches_keep_what_was_measured(tmp_path: Path, cache_dir: Path) -> None:
+def test_merged_caches_keep_measured_results(tmp_path: Path, cache_dir: Path) -> None:
     fn = kernel()
     save(cache_dir, fn, MEASURED)
     save(tmp_path / "other", fn, ESTIMATED)
@@ -170,7 +170,7 @@ def test_merged_caches_keep_what_was_measured(tmp_path: Path, cache_dir: Path) -
     assert fn.lookup(X) == {"n": 3}
 
 
-def test_an_estimate_serves_until_something_is_measured(
+def test_an_estimate_is_used_until_a_result_is_measured(
     tmp_path: Path, cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(cache_dir, kernel(), ESTIMATED)
@@ -182,18 +182,18 @@ def test_an_estimate_serves_until_something_is_measured(
         assert kernel().lookup(X) == {"n": 3}
     fn = kernel()
     fn(X)
-    assert sweeps == ["scale"], "where a miss is tuned for, an estimate is one"
+    assert sweeps == ["scale"], "an estimate is a miss if misses are tuned"
     (entry,) = [entry for entries in Store(cache_dir).read("scale").values() for entry in entries.values()]
     assert not Findings.from_json(entry).is_estimate
 
 
-def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
+def test_the_nearest_result_is_preferably_a_measured_one(cache_dir: Path) -> None:
     fn = kernel()
     key = keyed(fn._tuner.bind((X,), {})).id.key
     save(cache_dir, fn, ESTIMATED, key.replace('"shape":[8]', '"shape":[9]'))
     save(cache_dir, fn, MEASURED, key.replace('"shape":[8]', '"shape":[16]'))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # warns once in a process
         call = keyed(fn._tuner.bind((X,), {}))
         now = Situation.of(call.call)
         known = nearest.nearest(call, now, fn._tuner.rungs.layers)
@@ -201,7 +201,7 @@ def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
 
 
 def compiled(report: CompileReport) -> tuple[Any, ...]:
-    """Returns what compiling all configs of a call returns."""
+    """Returns the verdicts of compiling all configs of a call."""
     return report.trials, {}, report.key, report.known
 
 
@@ -239,11 +239,11 @@ def test_the_best_estimate_is_saved_and_marked(
     assert "estimated, never measured" in (tmp_path / "page.html").read_text()
     assert main(["cache", "verify"]) == 0
     assert main([*command, "h100"]) == 2
-    assert "NVIDIA H100 is none" in capsys.readouterr().err
+    assert "NVIDIA H100 is not a TPU" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*configs run in this process:RuntimeWarning")
-def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_result_replaces_it(
+def test_verify_measures_what_was_only_estimated(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "estimated_kernels.py").write_text(
@@ -278,7 +278,7 @@ def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_resul
     assert entry()["time_ms"] > 0
 
 
-def test_configs_that_wait_for_memory_alike_are_ranked_by_their_cycles() -> None:
+def test_configs_of_equal_memory_traffic_rank_by_cycles() -> None:
     figures = [CompilerFigures(argument_bytes=1 << 30, estimate=CycleEstimate(cycles=cycles)) for cycles in (9.0, 8.0)]
     trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, figures=it) for n, it in enumerate(figures))
     report = CompileReport(name="scale", target=targets.find("TPU v6e"), trials=trials, key="", known=0)

@@ -1,8 +1,8 @@
-"""Whatever changes the program of a call, its saved result is not used; and it is found while nothing changes.
+"""A saved result is never used for a changed program, and always found for an unchanged one.
 
-Each program has two states. It is tuned in the first one, by workers. A new process with the second state must run what
-the untuned function computes, and one with the first state must find the result. Programs are modules that a driver
-imports, or stand together in a script that runs as `__main__`.
+Each program has two states, and workers tune it in the first. A new process in the second state must compute the same
+as the untuned function. A new process in the first state must find the result. Programs are modules that a driver
+imports, or parts of one script that runs as `__main__`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Program(NamedTuple):
 
     Attributes:
         setup: the code of its module before the kernel; `EXACT` stands for True or False by the state.
-        exact: an expression in the kernel that is true in the first state.
+        exact: an expression in the kernel that is true in the first state only.
         argument: the static argument of the kernel, `how`, as an expression.
-        enter: what the program does to enter the second state, once its module is imported.
+        enter: code that enters the second state, run after the import of its module.
     """
 
     setup: str = ""
@@ -59,7 +59,7 @@ class How:
 _HOLDER = "class Holder: pass\nholder = Holder()\n"
 
 PROGRAMS: dict[str, Program] = {
-    # Code that an argument reaches
+    # Code that is reached through an argument
     "function": Program(_FUNCTION, "how(x)", "how"),
     "lambda in a dict": Program("HOW = {'a': lambda x: EXACT}", "how(x)", "HOW['a']"),
     "closure": Program("def make(n):\n    def how(x): return n == 1 and EXACT\n    return how", "how(x)", "make(1)"),
@@ -190,7 +190,7 @@ log_filters = list(warnings.filters)
 
 
 def run(state: str, names: list[str], directory: Path, *, is_script: bool) -> dict[str, tuple[bool | str, bool]]:
-    """Returns for each program whether its result was found, and whether its calls computed the right thing."""
+    """Returns for each program whether its result was found, and whether its calls were right."""
     scripts, checks = "", ""
     for number, name in enumerate(names):
         program = PROGRAMS[name]
@@ -245,6 +245,6 @@ def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
         pytest.param(True, id="script", marks=pytest.mark.long),
     ],
 )
-def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path, is_script: bool) -> None:
+def test_a_changed_program_never_runs_another_programs_result(tmp_path: Path, is_script: bool) -> None:
     assert len(PROGRAMS) >= 40
     check([*PROGRAMS], tmp_path, is_script=is_script)

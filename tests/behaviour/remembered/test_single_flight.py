@@ -1,4 +1,4 @@
-"""One problem is tuned once: by threads, by processes that start together, after kills and stops, for longer lists."""
+"""Threads and processes tune one problem once, also after kills and stops, and longer lists only add configs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def kernel(x, place, good, n: int = 0):
         while os.path.exists(f"{place}/shut") or os.path.exists(f"{place}/shut {n}"):
             time.sleep(0.01)
         if not good[n]:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
     return x + n
 """
 
@@ -65,7 +65,7 @@ from quarantune.cache.journal import Journal
 from shared_kernel import kernel
 
 def die(recorded, moment, delay_s, most):
-    "Has this process killed so long after a moment, given by the number of recorded trials, and before `most` are."
+    "Kills this process after a moment, given by the number of recorded trials, and before `most` are recorded."
     def kill():
         time.sleep(delay_s)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,7 +87,7 @@ def die(recorded, moment, delay_s, most):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 logger = logging.getLogger("quarantune")
 logger.setLevel(logging.INFO)
-kernel._tuner  # what the first call imports
+kernel._tuner  # imports as the first call does
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -131,7 +131,7 @@ class Member:
                 **os.environ,
                 MARK: self.mark,
                 "PYTHONPATH": os.pathsep.join([str(home), *sys.path]),
-                "QUARANTUNE_CPU_COUNT": "2",  # with more, more configs wait to be measured
+                "QUARANTUNE_CPU_COUNT": "2",  # more CPUs let more configs wait for measurement
             },
             text=True,
         )
@@ -173,12 +173,12 @@ class Member:
         self._process.send_signal(number)
 
     def wait(self) -> None:
-        """Waits until it has been killed, and all processes that it had started are gone too."""
+        """Waits until it has been killed, and all processes that it started are gone."""
         assert self._process.wait(timeout=200) == -signal.SIGKILL
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process, and returns when all processes that it had started are gone too."""
+        """Kills the process, and waits until all processes that it started are gone."""
         self._process.kill()
         self._process.communicate()
         assert eventually(lambda: not carriers(MARK, self.mark))
@@ -189,7 +189,7 @@ class Member:
 
 
 class Fleet:
-    """Members on standby; each is handed out once."""
+    """Members on standby; each serves once."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -206,7 +206,7 @@ class Fleet:
         return members
 
     def give_back(self, members: list[Member]) -> None:
-        """Takes back members that are idle and unharmed, which saves starting others."""
+        """Takes back idle and unharmed members, which saves starting others."""
         self._ready += members
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The directory in which the kernel notes its traces."""
+    """The directory for the kernel's notes of its traces."""
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
 
@@ -236,7 +236,7 @@ def notes(place: Path) -> list[int]:
 
 
 def recorded(cache_dir: Path) -> list[int]:
-    """Returns the n of every finished trial in the sweep's journal, not in that of known compile failures."""
+    """Returns the n of every finished trial in the sweep's journal; known compile failures have another journal."""
     lines = [line for file in cache_dir.glob(f"{NAME}.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.partition(" ")[2]) for line in lines]
     return [record["trial"]["config"]["n"] for record in records if "limits" in record]
@@ -262,14 +262,14 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     members = fleet.hand_out(8)
-    (place / "shut").touch()  # so that the sweep is not over before all others have looked
+    (place / "shut").touch()  # the sweep lasts until all others have looked
     for member in members:
         member.order(cache_dir, place, [True] * 6)
     assert eventually(lambda: sum("waiting for process" in member.log for member in members) == 7, timeout_s=200)
     (place / "shut").unlink()
     answers = [member.answer() for member in members]
     assert sorted(recorded(cache_dir)) == [0, 1, 2, 3, 4, 5]
-    # The finalists are traced once more, to be compared side by side.
+    # The final traces its configs once more.
     assert 6 <= len(notes(place)) <= 6 + finals.FINALISTS
     config = entry_of(cache_dir)["config"]
     assert answers == [[config, [config["n"]] * 2]] * 8
@@ -280,7 +280,7 @@ def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir:
 @pytest.mark.parametrize(
     ("count", "tunes"), [(8, False), pytest.param(3, True, marks=pytest.mark.long)], ids=["calls", "tune"]
 )
-def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
+def test_another_process_finishes_the_sweep_of_a_killed_one(
     fleet: Fleet, cache_dir: Path, place: Path, count: int, tunes: bool
 ) -> None:
     members = fleet.hand_out(count)
@@ -295,7 +295,7 @@ def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     (holder,) = [member for member in members if member.pid == holder_pid(cache_dir)]
     holder.kill()
     finished, traced = set(recorded(cache_dir)), set(notes(place))
-    assert len(finished) < 12, "the sweep was over before it was killed"
+    assert len(finished) < 12, "the sweep ended before the kill"
     (place / "shut 5").unlink()
     members.remove(holder)
     assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * (count - 1)
@@ -317,7 +317,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
     ran: list[int] = []
     for moment in sorted(random_.sample(range(1, 20), 5)):
         (member,) = fleet.hand_out(1)
-        # Anywhere within a trial. No other process chooses the moment, which might come late on a busy machine.
+        # Anywhere within a trial. This process chooses the moment: another could be late on a busy machine.
         member.order(cache_dir, place, [True] * 24, dies=(len(finished), moment, random_.uniform(0, 0.05)))
         member.wait()
         new = notes(place)[len(ran) :]
@@ -326,7 +326,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
         finished, ran = recorded(cache_dir), notes(place)
         assert moment <= len(finished) == len(set(finished)) < 24
         in_flight = set(new) - set(finished)
-        assert len(in_flight) <= 18  # those that wait to be measured, one that compiles, one that has ended unrecorded
+        assert len(in_flight) <= 18  # waiting for measurement, one compiling, one ended unrecorded
     (member,) = fleet.hand_out(1)
     member.order(cache_dir, place, [True] * 24)
     config, values = member.answer()
@@ -335,14 +335,14 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
     left = 24 - len(finished)
     new = notes(place)[len(ran) :]
     assert sorted(finished + new[:left]) == list(range(24))
-    # The final, the defaults among them; on a busy machine it has more finalists.
+    # The final has the defaults, and more finalists on a busy machine.
     assert len(new) - left <= finals.MOST_FINALISTS + 1
     fleet.give_back([member])
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
+def test_a_stopped_holder_is_taken_over_and_may_continue(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     stopped, other = fleet.hand_out(2)
     (place / "shut").touch()
     stopped.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
@@ -376,10 +376,10 @@ def test_waiting_is_visible_and_ctrl_c_ends_it_at_once(fleet: Fleet, cache_dir: 
     started = time.monotonic()
     waiting.send_signal(signal.SIGINT)
     assert waiting.answer() == "interrupted"
-    # It takes a fraction of a second, and a busy machine longer; the tuning process goes on for as long as it is let.
+    # It takes a fraction of a second, or longer on a busy machine; the tuning process continues until it may end.
     assert time.monotonic() - started < 20.0
     most = 2 + (time.monotonic() - began) / 5
-    assert waiting.log.count("waiting for process") <= most, "once in a while, not at every look"
+    assert waiting.log.count("waiting for process") <= most, "the message comes once in a while, not at every look"
     assert holder_pid(cache_dir) == tuning.pid
     waiting.order(cache_dir, place, [True])
     (place / "shut").unlink()
@@ -401,7 +401,7 @@ def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] =
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
         if n in bad:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         if n in slow:
             square = jnp.ones((200, 200)) * x[0]
             x = x + 0 * jax.lax.fori_loop(0, 30, lambda _, y: y @ square, square)[0, 0]
@@ -410,7 +410,7 @@ def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] =
     return scale
 
 
-def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[Any]]) -> None:
+def test_threads_with_separate_function_objects_sweep_once(swept: list[list[Any]]) -> None:
     barrier = threading.Barrier(4)
     fns = [scaled([{"n": 1}, {"n": 2}]) for _ in range(4)]
 
@@ -426,12 +426,12 @@ def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[
 
 @pytest.fixture
 def hold(sweep_watch: SweepWatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], None]]:
-    """Returns a function from whose call on every sweep is held up until two threads have waited for one."""
+    """Returns a function; after its call, every sweep stops until two threads wait for it."""
     all_wait, waiting = threading.Event(), set[int]()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            # A waiter that has not seen the holder yet, but "another job", would not take its failure.
+            # A waiter that has seen only "another job", not the holder, would not take its failure.
             if re.search(r": waiting for (?!another job).* to tune it", record.getMessage()):
                 waiting.add(threading.get_ident())
             if len(waiting) == 2:
@@ -448,9 +448,7 @@ def hold(sweep_watch: SweepWatch, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 
 @pytest.mark.parametrize("tunes", [False, True], ids=["calls", "tune"])
-def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
-    tunes: bool, swept: list[list[Any]], hold: Callable[[], None]
-) -> None:
+def test_waiters_share_the_failure_of_a_sweep(tunes: bool, swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
 
     def call(fn: quarantune.Autotuned) -> quarantune.TuningFailedError:
@@ -464,7 +462,7 @@ def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
     assert [[(trial.config["n"], trial.outcome) for trial in error.trials] for error in errors] == [
         [(1, "error"), (2, "error")]
     ] * 3
-    with pytest.raises(quarantune.TuningFailedError):  # who comes later may find the machine in a better state
+    with pytest.raises(quarantune.TuningFailedError):  # a later call may find the machine in a better state
         scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2))(X)
     assert swept == [[1, 2]] * 2
 
@@ -473,10 +471,8 @@ TWO = [{"n": 1}, {"n": 2}]
 
 
 @pytest.mark.slow
-def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
-    swept: list[list[Any]], hold: Callable[[], None]
-) -> None:
-    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+def test_jobs_that_tune_at_once_follow_the_first(swept: list[list[Any]], hold: Callable[[], None]) -> None:
+    scaled(TWO, bad=())(X)  # an existing result is not an answer
     hold()
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda fn: fn.tune(X), [scaled(TWO, bad=()) for _ in range(3)]))
@@ -488,7 +484,7 @@ def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
 
 
 @pytest.mark.slow
-def test_jobs_that_are_told_to_tune_always_follow_none(swept: list[list[Any]], hold: Callable[[], None]) -> None:
+def test_jobs_with_always_tune_follow_no_other(swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
 
     def tune(fn: quarantune.Autotuned) -> quarantune.TuningResult:
@@ -502,7 +498,7 @@ def test_jobs_that_are_told_to_tune_always_follow_none(swept: list[list[Any]], h
 
 
 class Delayed(Executor):
-    """A pool that begins its work when an event has occurred."""
+    """A pool that begins its work after an event."""
 
     def __init__(self, pool: Executor, event: threading.Event) -> None:
         self._pool, self._event = pool, event
@@ -514,8 +510,8 @@ class Delayed(Executor):
 
 
 @pytest.mark.slow
-def test_a_job_whose_engine_is_busy_until_another_has_tuned_the_call_takes_its_result(swept: list[list[Any]]) -> None:
-    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+def test_a_job_whose_engine_is_busy_takes_anothers_result(swept: list[list[Any]]) -> None:
+    scaled(TWO, bad=())(X)  # an existing result is not an answer
     is_tuned = threading.Event()
     with ThreadPoolExecutor(1) as machine, ThreadPoolExecutor(1) as pool:
         engine = Delayed(machine, is_tuned)
@@ -534,7 +530,7 @@ def test_a_longer_list_measures_only_its_new_configs(swept: list[list[Any]], cac
     def winner(*values: int) -> int:
         fn = scaled([{"n": n} for n in values], slow=(2, 3))
         config = fn.lookup(X)
-        assert config is None, "a list that has grown is no hit"
+        assert config is None, "a list that has grown is a miss"
         fn(X)
         config = fn.lookup(X)
         assert config is not None
@@ -542,7 +538,7 @@ def test_a_longer_list_measures_only_its_new_configs(swept: list[list[Any]], cac
 
     assert winner(1, 2) == 2
     assert winner(4, 1, 2) == 4
-    assert winner(3, 4, 1, 2) == 4, "what was measured before may win"
+    assert winner(3, 4, 1, 2) == 4, "an earlier measurement may win"
     assert swept == [[1, 2], [4], [3]]
     entry = entry_of(cache_dir)
     assert entry["space"]["configs"] == 4

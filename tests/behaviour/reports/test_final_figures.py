@@ -1,4 +1,4 @@
-"""The defaults are timed in every final, and every number that is shown comes from the one record of that final."""
+"""Every final times the defaults, and every number shown comes from the record of the final."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agrees(output: Any, expected: Any, x: Any) -> bool:
     [("process", {}), ("none", {"ref_fn": None}), ("process", {"ref_fn": plain}), ("none", {"check_fn": agrees})],
     ids=["compared with each other", "without a check", "ref_fn", "check_fn"],
 )
-def test_defaults_that_are_no_config_take_part_however_outputs_are_checked(
+def test_unlisted_defaults_are_timed_whatever_the_check(
     isolation: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str], cache_dir: Path, tmp_path: Path
 ) -> None:
     fn = chained([{"n": 30}, {"n": 900}], default=300, **options)
@@ -62,7 +62,7 @@ def test_defaults_that_are_no_config_take_part_however_outputs_are_checked(
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.long)])
 @pytest.mark.slow
-def test_defaults_that_the_sweep_ruled_out_get_their_time_in_the_final(
+def test_defaults_that_were_ruled_out_are_timed_in_the_final(
     isolation: str, capfd: pytest.CaptureFixture[str], cache_dir: Path, tmp_path: Path
 ) -> None:
     fn = chained([{"n": 30}, {"n": 40}, {"n": 3000}, {"n": 2000}], default=3000)
@@ -75,7 +75,7 @@ def test_defaults_that_the_sweep_ruled_out_get_their_time_in_the_final(
 
 
 def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory: Path) -> None:
-    """Asserts that a result shows the numbers of its final, and no others, wherever it shows any."""
+    """Asserts that a result shows only the numbers of its final, wherever it shows numbers."""
     of = {json.dumps(each.config): each for each in result.finalists}
     best, default = of[json.dumps(result.best_config)], of[json.dumps(result.default_config)]
     best_ms, default_ms = statistics.median(best.samples_ms), statistics.median(default.samples_ms)
@@ -118,7 +118,7 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
 
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
-def test_defaults_that_fail_leave_no_speedup_and_are_told(isolation: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_defaults_that_fail_leave_a_note_and_no_speedup(isolation: str, capfd: pytest.CaptureFixture[str]) -> None:
     chained(ref_fn=None).tune(X)  # starts the template
     capfd.readouterr()
     with nothing_is_left(), isolated(isolation), quarantune.settings(progress=True):
@@ -135,7 +135,7 @@ def test_defaults_that_prune_fn_drops_never_run(sweeps: list[str]) -> None:
     assert (result.speedup, result.finalists) == (None, ())
 
 
-def test_where_the_defaults_win_one_line_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_line_says_that_the_defaults_won(capfd: pytest.CaptureFixture[str]) -> None:
     with quarantune.settings(progress=True):
         result = chained([{"n": 3}, {"n": 300}]).tune(X)
     assert result.speedup == 1.0
@@ -148,10 +148,10 @@ def far(x: Any, n: int = 40_000) -> Any:
 
 
 @pytest.mark.slow
-def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
+def test_defaults_far_behind_have_few_rounds_and_a_note() -> None:
     result = quarantune.AutoTuner(far, {"n": [100, 101]}, ref_fn=None, name="far").run(X)
     samples = {each.config["n"]: len(each.samples_ms) for each in result.finalists}
-    rounds = max(samples.values())  # a busy machine may rule out one of the two that are close
+    rounds = max(samples.values())  # a busy machine may rule out one of two close configs
     assert samples[40_000] <= 3 <= rounds
     assert result.speedup is not None
     assert result.speedup > 50
@@ -163,7 +163,7 @@ def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
 
 
 @pytest.mark.parametrize("machine", ["quiet", "half of all, half told"])
-def test_a_contender_far_behind_takes_no_time_or_rounds_from_others(machine: str) -> None:
+def test_a_contender_far_behind_costs_the_others_nothing(machine: str) -> None:
     def run_final(times_ms: list[float], seed: int) -> tuple[float, list[list[float]]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
@@ -188,7 +188,7 @@ def test_only_contenders_far_behind_may_have_fewer_rounds() -> None:
         finals.Final.of([0, 1], [[1.0] * 5, [1.1] * 2], [[], []])
 
 
-def test_the_interval_of_a_speedup_holds_the_truth_and_is_none_without_rounds() -> None:
+def test_the_interval_of_a_speedup_holds_the_true_speedup() -> None:
     generator = np.random.default_rng(1)
     held = 0
     for _ in range(300):
@@ -201,7 +201,7 @@ def test_the_interval_of_a_speedup_holds_the_truth_and_is_none_without_rounds() 
     assert finals.speedup_interval([1.0] * 9, [90.0] * 2) is None
 
 
-def test_the_defaults_are_chosen_for_the_final_by_where_they_ran() -> None:
+def test_defaults_that_ran_take_part_in_the_final() -> None:
     def timed(time_ms: float | None, outcome: Outcome = Outcome.OK) -> Trial:
         samples = () if time_ms is None else (time_ms,)
         return Trial(config={}, outcome=outcome, time_ms=time_ms, samples_ms=samples, own_ms=time_ms)
@@ -213,13 +213,13 @@ def test_the_defaults_are_chosen_for_the_final_by_where_they_ran() -> None:
     assert finals.in_final(trials, 3) == [0, 1]
     assert finals.in_final({**trials, UNTUNED: timed(9.0)}, None) == [0, 1, UNTUNED]
     assert finals.in_final({**trials, UNTUNED: timed(None, Outcome.TIMEOUT)}, None) == [0, 1]
-    assert finals.in_final({2: trials[2]}, 2) == [], "without a usable config, nothing is compared"
+    assert finals.in_final({2: trials[2]}, 2) == [], "only usable configs are compared"
 
 
 # --- shown as it was ------------------------------------------------------------------------------------------
 
 
-def test_finalists_stand_on_top_of_a_table_and_configs_ruled_out_below() -> None:
+def test_a_table_has_finalists_above_configs_ruled_out() -> None:
     trials = [
         trial(4, "slow", 30.0, own_ms=2.0, samples_ms=(2.0, 36.2)),
         trial(2, time_ms=7.75, samples_ms=(7.5, 7.75, 8.0)),
@@ -241,7 +241,7 @@ def test_finalists_stand_on_top_of_a_table_and_configs_ruled_out_below() -> None
     assert [row["speedup"] for row in result.to_dicts()] == [None, 1.0, 3.1, None]
 
 
-def test_times_in_words() -> None:
+def test_findings_are_put_into_words() -> None:
     assert Findings(0.0077, 0.0155).text() == "2.01x faster than the defaults (0.0077 ms against 0.0155 ms)"
     assert Findings(2.0, 1.0).text() == "2.00x slower than the defaults (2 ms against 1 ms)"
     assert Findings(1.0, 1.02, (0.99, 1.05)).text() == "as fast as the defaults (1 ms against 1.02 ms)"
@@ -256,11 +256,11 @@ def test_times_in_words() -> None:
 @pytest.mark.parametrize("value", [None, "1 to 2", [1.0], [1.0, "2"], [2.0, 1.0], [-1.0, 1.0], [1.0, 10**400], {}])
 def test_an_interval_in_a_file_may_be_anything(value: Any) -> None:
     entry = {"time_ms": 10**400, "default_time_ms": "1", "speedup_interval": value}
-    assert repr(Findings.from_json(entry)) == repr(Findings())  # NaN is not equal to itself
+    assert repr(Findings.from_json(entry)) == repr(Findings())  # compares text: NaN is not equal to itself
     assert Findings.from_json({"speedup_interval": [1.0, 2.0]}).speedup_interval == (1.0, 2.0)
 
 
-def test_results_of_earlier_versions_load_without_a_record_of_the_final(tmp_path: Path) -> None:
+def test_results_of_earlier_versions_load_without_a_final(tmp_path: Path) -> None:
     fn = chained([{"n": 3}, {"n": 300}])
     fn.tune(X).save(tmp_path)
     about = json.loads((tmp_path / "result.json").read_text())
@@ -289,9 +289,7 @@ def test_the_final_of_another_winner_is_not_drawn(cache_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_that_goes_on_has_the_defaults_in_its_final(
-    monkeypatch: pytest.MonkeyPatch, cache_dir: Path
-) -> None:
+def test_a_continued_sweep_has_the_defaults_in_its_final(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     def stopped(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -307,7 +305,7 @@ def test_an_interrupted_sweep_that_goes_on_has_the_defaults_in_its_final(
 
 
 @pytest.mark.slow
-def test_unchecked_defaults_that_are_no_config_are_timed_but_never_win(
+def test_unchecked_unlisted_defaults_are_timed_but_never_win(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with quarantune.settings(progress=True):
@@ -320,4 +318,4 @@ def test_unchecked_defaults_that_are_no_config_are_timed_but_never_win(
     assert "beat" not in caplog.text
     for options in ({"ref_fn": plain}, {"check_fn": agrees}):
         checked = chained([{"n": 300}, {"n": 301}], name="checked", **options).tune(X)
-        assert checked.best_config == {"n": 3}, "whatever agrees may win"
+        assert checked.best_config == {"n": 3}, "a config or default that passes a check may win"

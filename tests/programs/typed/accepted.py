@@ -1,4 +1,4 @@
-"""What must type-check, under mypy --strict and pyright."""
+"""Lines that mypy --strict and pyright must accept."""
 
 from __future__ import annotations
 

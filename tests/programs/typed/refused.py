@@ -1,4 +1,4 @@
-"""What must not type-check, under mypy --strict and pyright: each line with this mark."""
+"""Lines that mypy --strict and pyright must refuse: each line marked `refused`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def function(name: str = "rung", **options: Any) -> TunedFunction:
 
 
 class Jobs:
-    """Stands for the job that tunes: it counts, and ends as it is told."""
+    """Stands for the tuning job: counts its calls and ends as `end` does."""
 
     def __init__(self, end: Callable[[KeyedCall], TuningResult]) -> None:
         self.situations: list[Situation] = []
@@ -98,7 +98,7 @@ def test_always_tune_starts_over_once_for_each_block() -> None:
     assert [now.start_over for now in jobs.situations] == [True, True]
 
 
-def test_of_threads_that_must_tune_together_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_waiting_threads_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def slow(call: KeyedCall) -> TuningResult:
@@ -127,7 +127,7 @@ def test_of_threads_that_must_tune_together_one_does(monkeypatch: pytest.MonkeyP
 
 
 def waits_for_a_lock(thread: threading.Thread) -> bool:
-    """Returns whether a thread is in `Ladder.answer_of`, where it can only be waiting."""
+    """Returns whether a thread is in `Ladder.answer_of`; it can only be waiting there."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code.co_name == "answer_of"
 
@@ -137,7 +137,7 @@ def test_the_config_of_a_near_call_does_not_outlive_its_block() -> None:
     near = keyed(tuner.bind((np.zeros(8, np.float32),), {}))
     save(tuner, 2, np.zeros(8, np.float32), space=near.call.space)
     with quarantune.settings(on_miss="nearest"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # a process warns once
         answer = choose(tuner)
     assert (answer.origin, answer.config, answer.lasts) == (Origin.NEAREST, {"n": 2}, False)
 
@@ -145,7 +145,7 @@ def test_the_config_of_a_near_call_does_not_outlive_its_block() -> None:
 def test_the_defaults_run_or_a_message_says_what_is_missing() -> None:
     tuner = Tuner(function(), make_job=(jobs := Jobs(found)))
     with quarantune.settings(on_miss="default"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # a process warns once
         answer = choose(tuner)
     assert (answer.origin, answer.config, answer.lasts) == (Origin.DEFAULTS, None, False)
     with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError, match="nothing is cached for"):
@@ -153,7 +153,7 @@ def test_the_defaults_run_or_a_message_says_what_is_missing() -> None:
     assert not jobs.situations
 
 
-def test_what_was_measured_stays_when_what_was_found_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_the_result_keeps_the_measured_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.answers.memory._MOST_REMEMBERED", 2)
     tuner = Tuner(function(), make_job=Jobs(found))
     choose(tuner)
@@ -173,17 +173,17 @@ def test_a_worker_runs_the_defaults_and_refuses_to_tune(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="was asked to tune"):
         tuner.result(call)
     with quarantune.settings(on_miss="default"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # a process warns once
         assert tuner.result(call).from_cache == "default"
 
 
-def test_a_call_that_nothing_is_known_for_reads_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_call_reads_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     get = Store.get
     monkeypatch.setattr(Store, "get", lambda store, *key, **how: reads.append(store.label) or get(store, *key, **how))
     tuner = Tuner(function())
     with quarantune.settings(on_miss="default"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # a process warns once
         assert choose(tuner).origin is Origin.DEFAULTS
     assert len(reads) == 1
     assert tuner.lookup(tuner.bind((X,), {})) is None

@@ -67,7 +67,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-def test_layers_answer_in_order_and_only_with_entries_that_can_be_used(tmp_path: Path, cache_dir: Path) -> None:
+def test_layers_answer_in_order_with_usable_entries_only(tmp_path: Path, cache_dir: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     store_winner(two, kernel(), 2, X)
     with on_path(Path("/" + 300 * "a")), pytest.warns(CacheWarning, match="aaa', which is not a directory"):
@@ -88,7 +88,7 @@ def test_layers_answer_in_order_and_only_with_entries_that_can_be_used(tmp_path:
         assert kernel().lookup(X) is None
 
 
-def test_a_read_only_layer_is_never_changed_even_where_it_is_damaged(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_read_only_layer_is_never_changed_even_if_damaged(tmp_path: Path, cache_dir: Path) -> None:
     layer = tmp_path / "layer"
     store_winner(layer, kernel("good"), 2, X, versions={"jax": "0.1"})
     (layer / "torn.json").write_text('{"cpu": {')
@@ -105,7 +105,7 @@ def test_a_read_only_layer_is_never_changed_even_where_it_is_damaged(tmp_path: P
     assert not cache_dir.exists()
 
 
-def test_a_miss_names_the_layers_and_the_difference_in_the_nearest(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_miss_names_the_layers_and_the_nearest_difference(tmp_path: Path, cache_dir: Path) -> None:
     store_winner(tmp_path, kernel(factor=2), 2, X)
     with on_path(tmp_path, on_miss="error"):
         with pytest.raises(CacheMissError) as caught:
@@ -128,7 +128,7 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
         call = described(fn, X)
         now = Situation.of(call.call)
         assert layers.find(call, now) is None
-        assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "once, in the space, of this call"
+        assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "one winner: in this space, for this call"
 
 
 # --- the nearest entry --------------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ def a_key(*shape: int, dtype: str = "float32", mode: str = "a") -> str:
         ("no JSON", None),
     ],
 )
-def test_the_distance_of_two_calls_is_that_of_their_sizes(found: str, doublings: float | None) -> None:
+def test_the_distance_of_two_calls_depends_on_their_sizes(found: str, doublings: float | None) -> None:
     away = nearest.distance(found, a_key(64, 64))
     assert (None if away is None else away[0]) == doublings
 
 
-def test_of_two_sizes_as_near_the_smaller_is_preferred() -> None:
+def test_the_smaller_of_two_equally_near_sizes_is_preferred() -> None:
     smaller, larger = (nearest.distance(a_key(size), a_key(64)) for size in (32, 128))
     assert smaller is not None
     assert larger is not None
@@ -183,7 +183,7 @@ def test_whole_numbers_from_a_key_fn_are_sizes() -> None:
     assert nearest.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
 
 
-def test_the_nearest_entry_stands_in_with_one_warning_and_is_not_saved(
+def test_the_nearest_entry_warns_once_and_is_not_saved(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = tmp_path / "layer"
@@ -229,13 +229,11 @@ def bits_of(x: Any, mode: str = "a") -> list[dict[str, Any]]:
         (lambda x: rows_of(x), {"prune_fn": lambda config, x: config["n"] < 5}),
     ],
 )
-def test_the_nearest_entry_gives_only_a_config_of_the_calls_own(
-    tmp_path: Path, configs: Any, given: dict[str, Any]
-) -> None:
-    name, x = f"made {tmp_path.name}", X[:4]  # messages are said once for a name
+def test_the_nearest_entry_gives_only_configs_the_call_has(tmp_path: Path, configs: Any, given: dict[str, Any]) -> None:
+    name, x = f"made {tmp_path.name}", X[:4]  # each name warns once
     fn = kernel(name, configs=configs, **given)
-    store_winner(tmp_path, fn, 5, X[:5])  # of none of the lists for `x`, and the nearest
-    store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # nor is this
+    store_winner(tmp_path, fn, 5, X[:5])  # the nearest, but in no list for `x`
+    store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # also in no list
     with on_path(tmp_path, on_miss="nearest"):
         with pytest.warns(CacheWarning, match="running with its defaults"):
             fn(x)
@@ -272,7 +270,7 @@ def test_the_nearest_entry_costs_later_calls_no_look_up(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["numpy", "numpy:", ":tables", "numpy:../jax", "numpy:/etc", "no_such_package:tables"])
-def test_a_table_that_cannot_be_is_refused_by_the_decorator(name: str) -> None:
+def test_a_table_that_cannot_exist_is_refused_by_the_decorator(name: str) -> None:
     with pytest.raises(ValueError, match=r"is not valid: .*give a package|is not valid: give 'package:directory'"):
         kernel(tables=name)
     with pytest.raises(TypeError, match="give 'package:directory'"):
@@ -324,7 +322,7 @@ def install(place: Path, *, factor: int = 2) -> Path:
 
 
 @pytest.mark.slow
-def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Path) -> None:
+def test_a_package_answers_from_its_tables_and_writes_nothing(tmp_path: Path) -> None:
     place, author, user = tmp_path / "site-packages", tmp_path / "author", tmp_path / "user"
     package = install(place)
     won = run(

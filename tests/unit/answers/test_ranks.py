@@ -1,4 +1,4 @@
-"""The protocol by which ranks agree, in every order of the ranks' steps, with a store in memory and a fake clock."""
+"""Ranks agree on an answer in every order of their steps; the store is in memory and the clock is fake."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ ERROR = "the result of tuning that raises"
 
 
 class Rank(enum.Enum):
-    """How a rank comes to the call."""
+    """What happens when a rank makes the call."""
 
     WARM = "it has a config in its cache"
-    COLD = "it has none, and tunes with success"
+    COLD = "it has no config, and tunes successfully"
     FAILS = "every config fails"
     RAISES = "tuning ends with an error that is not about the configs"
-    SLOW = "it tunes with success, but for longer than the others wait"
+    SLOW = "it tunes successfully, but for longer than the others wait"
     STRICT = "it has no config, and must not tune"
     ABSENT = "it never makes the call"
 
 
 class State(NamedTuple):
-    """A moment in the life of a program: all that its ranks have read, and when."""
+    """A moment of a program: everything its ranks have read, and when."""
 
     now_s: float
     store: tuple[tuple[str, str], ...]
@@ -43,7 +43,7 @@ class State(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """A rank after its past: the step that it wants to take with its arguments, or its end."""
+    """A rank after its past: its next step with the arguments, or its end."""
 
     step: str
     args: tuple[Any, ...]
@@ -52,11 +52,11 @@ class Rerun(NamedTuple):
 
 
 class Pending(BaseException):
-    """Ends a rank that has come to the end of its past."""
+    """Stops a rank at the end of its past."""
 
 
 class Steps:
-    """All that a rank does: it gets the results that it had in its past, and then `Pending` is raised."""
+    """The steps of a rank: each returns its past result; the first new one raises `Pending`."""
 
     def __init__(self, rank: int, ranks: int, past: tuple[tuple[float, Any], ...]) -> None:
         self.rank = rank
@@ -122,7 +122,7 @@ def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
 
 
 def variables(trace: TracebackType | None) -> tuple[Any, ...]:
-    """Returns where the functions of a member have come to: ranks alike in it go on alike."""
+    """Returns the positions and variables of a member's functions; ranks with equal ones continue alike."""
     found = []
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == ranks.__file__:
@@ -141,7 +141,7 @@ def perform(run: Rerun, kind: Rank, rank: int, texts: dict[str, str]) -> Any:
 
 
 def moves(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
-    """Returns the moments that may follow: any rank may take its next step."""
+    """Returns the possible next moments: any rank may take its next step."""
     left = [rank for rank, run in reruns.items() if run.end is None]
     store = dict(state.store)
     nexts = []
@@ -197,7 +197,7 @@ def now(kinds: tuple[Rank, ...], state: State) -> dict[int, Rerun]:
 
 
 def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
-    """Checks a moment of a program, and returns those that may follow; none where all ranks have ended."""
+    """Checks a moment of a program and returns the possible next ones, none if all ranks have ended."""
     tuning = sum(run.step == "tune" for run in reruns.values())
     assert tuning <= 1, (kinds, state)
     if any(run.end is None for run in reruns.values()):
@@ -252,7 +252,7 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
     assert agree_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
 
 
-def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
+def test_a_rank_that_tunes_late_takes_the_others_answer() -> None:
     store: dict[str, str] = {}
     defaults = Offer(config=None, rank=0, source=Source.LATE)
 
@@ -263,7 +263,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
     assert agree_alone(0, tune, store) == defaults
 
 
-def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
+def test_answers_survive_their_text_and_other_texts_are_refused() -> None:
     answer = Offer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
     store: Any = Store(0, {})
     member = Member(TOPIC, store)

@@ -1,4 +1,4 @@
-"""Calls without a saved result are written down, without values and without tuning, and tuned later."""
+"""Calls without a saved result are recorded, without values and without tuning, and tuned later."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save(function: Any, x: Any, n: int) -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[quarantune.RecordedCall]]:
-    """Has calls recorded, and returns a function that reads them."""
+    """Records calls, and returns a function that reads them."""
     monkeypatch.setenv("QUARANTUNE_RECORD", str(tmp_path / "recorded"))
     return lambda: recorded.read(tmp_path / "recorded")
 
@@ -71,7 +71,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
     monkeypatch.setenv("QUARANTUNE_ON_MISS", on_miss)
     known, unknown = plus(f"known_{on_miss}"), plus(f"unknown_{on_miss}")
     save(known, X, 2)
-    save(unknown, jnp.arange(4.0), 1)  # near enough for ON_MISS=nearest
+    save(unknown, jnp.arange(4.0), 1)  # the nearest entry for ON_MISS=nearest
     traced = jax.jit(lambda x: unknown(x, mode="down"))
     for _ in range(5):
         assert known(X)[0] == 2
@@ -83,7 +83,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
         else:
             assert unknown(X)[0] == (1 if on_miss == "nearest" else 0)
             assert traced(X)[0] == 0
-    recorded._flush()  # as at the end of the process
+    recorded._flush()  # a process does this at its end
     eager, inside = calls()
     assert (eager.name, eager.count) == (f"unknown_{on_miss}", 5)
     assert eager.function == f"{__name__}:plus.<locals>.add"
@@ -92,7 +92,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
     assert inside.device == eager.device == keyed(BoundCall(known.function, (X,), {})).id.device
 
 
-def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_path: Path) -> None:
+def test_a_record_has_the_whole_key_but_no_array_values(calls: Any, tmp_path: Path) -> None:
     bucketed = plus("bucketed", key_fn=lambda x, mode="up": x.shape[0] // 8)
     secret = np.full((3, 5), 1234.5625, np.float16)
     with jax.default_matmul_precision("highest"), quarantune.recording() as listed:
@@ -111,12 +111,12 @@ def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
+def test_a_forks_calls_are_recorded_with_its_parents(calls: Any) -> None:
     add = plus("forked")
     add(np.ones(2, np.float32))
     recorded._flush()
     context = multiprocessing.get_context("fork")
-    # A fork of a process with a backend may hang in JAX: this one only writes down what is met.
+    # A fork of a process with a backend may hang in JAX: this fork only records a call.
     described = keyed(BoundCall(add.function, (np.ones(3, np.float32),), {}))
     directory = Path(os.environ["QUARANTUNE_RECORD"])
     child = context.Process(target=recorded.note, args=(described, add._tuner.result, directory))
@@ -127,9 +127,7 @@ def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("in_its_place", ["a link to a folder", "a link to a file", "a pipe", "a file"])
-def test_no_link_or_pipe_keeps_a_call_from_running_and_none_is_followed(
-    in_its_place: str, calls: Any, tmp_path: Path
-) -> None:
+def test_links_and_pipes_neither_block_a_call_nor_are_followed(in_its_place: str, calls: Any, tmp_path: Path) -> None:
     add = plus(in_its_place.replace(" ", "_"))
     directory, victim = tmp_path / "recorded", tmp_path / "victim"
     file = Journal(directory, add.name, jax.devices()[0].device_kind, "calls").directory
@@ -153,7 +151,7 @@ def test_no_link_or_pipe_keeps_a_call_from_running_and_none_is_followed(
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
 
 
-def test_lines_that_are_no_records_are_left_out_and_reported(calls: Any, tmp_path: Path) -> None:
+def test_lines_that_are_not_records_are_omitted_and_reported(calls: Any, tmp_path: Path) -> None:
     add = plus("shared")
     add(X)
     (call,) = calls()
@@ -176,14 +174,14 @@ def test_lines_that_are_no_records_are_left_out_and_reported(calls: Any, tmp_pat
     with pytest.warns(CacheWarning, match="10 lines below .* are not records of calls"):
         (read,) = calls()
     assert read.count == 42
-    add(X)  # and the torn line spoils none that follow
+    add(X)  # the torn line does not spoil the next one
     recorded._flush()
     with pytest.warns(CacheWarning, match="11 lines below"):
         assert calls()[0].count == 43
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_block_lists_its_calls_and_a_traced_program_has_the_same(calls: Any, compiles: list[str]) -> None:
+def test_a_block_and_its_traced_program_list_the_same_calls(calls: Any, compiles: list[str]) -> None:
     add = plus("listed")
     step = jax.jit(lambda tree: sum(add(add(x), mode="down") for x in tree))
     tree = [np.ones(4, np.float32), np.ones(4, np.float32)]
@@ -198,7 +196,7 @@ def test_a_block_lists_its_calls_and_a_traced_program_has_the_same(calls: Any, c
     assert [str(call) for call in listed] == ["listed(x f32[4], mode up)", "listed(x f32[4], mode down)"]
     assert listed[0].call == ((abstract[0],), {})
     recorded._flush()
-    assert [call.count for call in calls()] == [6, 6], "the directory of the environment has all of them, too"
+    assert [call.count for call in calls()] == [6, 6], "QUARANTUNE_RECORD's directory also has all calls"
 
 
 @pytest.mark.usefixtures("no_process")
@@ -207,7 +205,7 @@ def test_a_program_that_was_only_traced_is_tuned_when_it_runs() -> None:
     step = jax.jit(lambda x: add(x))
     assert [str(call) for call in quarantune.calls_in(step, X)] == ["later(x f32[8], mode up)"]
     save(add, X, 2)
-    assert [call.count for call in quarantune.calls_in(step, X)] == [1], "those with a result are listed, too"
+    assert [call.count for call in quarantune.calls_in(step, X)] == [1], "calls with a result are also listed"
     assert step(X)[0] == 2
     assert quarantune.calls_in(add, X, mode="down")[0].arguments["mode"] == "down"
 
@@ -246,13 +244,13 @@ def test_calls_that_were_listed_can_be_tuned() -> None:
 
 
 def command(*words: object, cwd: Path, **environ: str) -> tuple[int, str, str]:
-    """Runs the command line in a process of its own."""
+    """Runs the command line in a new process."""
     done = run_python("-m", "quarantune", *words, cwd=cwd, **{"JAX_PLATFORMS": "cpu", **environ})
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.usefixtures("no_process")
-def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
+def test_untunable_recorded_calls_are_named_and_nothing_runs(
     calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"kernels_{abs(hash(tmp_path))}"
@@ -313,7 +311,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
 
     assert main.main(["tune", f"{name}.py:add", "--recorded", "recorded", "--time-budget", "1e-6"]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"9 calls recorded in 'recorded': 1 tuned before, ", said), "of 13, those of this function"
+    assert re.search(r"9 calls recorded in 'recorded': 1 tuned before, ", said), "4 of 13 calls are of other functions"
     assert said.replace("\n", "").isprintable()
     sys.modules.pop(name)
 
@@ -368,7 +366,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path: Path) -> None:
+def test_a_program_needs_no_tuning_after_its_record_is_tuned(tmp_path: Path) -> None:
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     (tmp_path / "program.py").write_text(PROGRAM)
 
@@ -376,7 +374,7 @@ def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path:
         python("program.py", *words, cwd=tmp_path, **two, **environ)
 
     program(QUARANTUNE_RECORD="recorded")
-    assert not list((tmp_path / "cache").glob("*.json")), "nothing is tuned meanwhile"
+    assert not list((tmp_path / "cache").glob("*.json")), "recording tunes nothing"
     code, out, err = command("tune", "--recorded", "recorded", "--json", cwd=tmp_path, **two)
     found = json.loads(out)
     assert code == 1, err
@@ -443,8 +441,8 @@ def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.clients
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
-def test_two_training_processes_record_what_a_cluster_tunes_for_them(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
+def test_a_cluster_tunes_what_two_training_processes_record(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     distributed = pytest.importorskip("distributed")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -477,7 +475,7 @@ def test_two_training_processes_record_what_a_cluster_tunes_for_them(tmp_path: P
     found = recorded.read(directory)
     kernels = sorted(call.function.partition(":")[2] for call in found)
     assert kernels == ["mean", "project", "project", "square"]
-    assert {call.count for call in found if call.function.endswith("square")} == {10}, "five times by each"
+    assert {call.count for call in found if call.function.endswith("square")} == {10}, "five calls by each process"
     assert not (tmp_path / "cache").exists()
     with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
         address = cluster.scheduler_address.replace("tcp://", "dask://")

@@ -46,7 +46,7 @@ def total(name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has configs run in this process, whose environment the test changes."""
+    """Runs configs in this process, whose environment the test changes."""
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
     monkeypatch.setattr("quarantune.sweep.processes._warn", lambda reason: None)
 
@@ -57,7 +57,7 @@ def another_program(*parts: str) -> Any:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name for a kernel that no other test has, as a warning is given once for a name."""
+    """A kernel's name that no other test has, because each name warns once."""
     return str(request.node.name)
 
 
@@ -149,7 +149,7 @@ def test_a_result_is_found_however_the_call_is_spelt(first: str, name: str) -> N
 
 
 @pytest.mark.usefixtures("here")
-def test_a_result_of_other_versions_or_without_a_program_is_used_as_before(
+def test_results_without_a_program_are_used_as_before(
     name: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total(name)(X)
@@ -169,9 +169,7 @@ def test_a_result_of_other_versions_or_without_a_program_is_used_as_before(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_result_of_a_key_fn_serves_other_shapes_but_no_other_program(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_fns_result_serves_other_shapes_of_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     total(name, key_fn=lambda x: "any")(X)
     with quarantune.settings(on_miss="error"):
         total(name, key_fn=lambda x: "any")(X[:10])
@@ -231,7 +229,7 @@ _times = itertools.count(1_700_000_000)
 def load(directory: Path, source: str) -> Any:
     path = directory / "edited_kernel.py"
     path.write_text(source)
-    os.utime(path, (0, next(_times)))  # Python compares compiled code by whole seconds
+    os.utime(path, (0, next(_times)))  # Python compares times of compiled files in whole seconds
     sys.modules.pop("edited_kernel", None)
     importlib.invalidate_caches()
     return importlib.import_module("edited_kernel").kernel
@@ -250,10 +248,10 @@ def test_a_sweep_after_an_edit_measures_what_it_has_changed(
     assert sorted(trial.config["n"] for trial in again.trials if trial.recalled_from is None) == measured
     if not measured:
         assert again.best_config == first.best_config
-        assert again.time_ms == first.time_ms, "not even the final is repeated"
+        assert again.time_ms == first.time_ms, "the final is not repeated"
 
 
-def test_an_interrupted_sweep_goes_on_by_its_programs(
+def test_an_interrupted_sweep_resumes_by_its_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: list[list[Any]], cache_dir: Path
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -265,7 +263,7 @@ def test_an_interrupted_sweep_goes_on_by_its_programs(
     assert [sorted(each) for each in swept] == [[1, 2, 3]]
 
 
-def test_a_trial_is_recalled_against_its_own_reference_alone() -> None:
+def test_a_trial_is_recalled_only_with_its_own_reference() -> None:
     measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", ended_s=7.0)
 
     def recalled(then: str, now: str) -> bool:
@@ -279,7 +277,7 @@ def test_a_trial_is_recalled_against_its_own_reference_alone() -> None:
     assert not recalled("program:r.s", "program:r.t")
     assert recalled(NO_REFERENCE, NO_REFERENCE)
     assert not recalled(NO_REFERENCE, "program:r.s")
-    assert not recalled("program:r.", "program:t."), "their callbacks may differ, as those of one trace"
+    assert not recalled("program:r.", "program:t."), "their callbacks may differ"
     assert not recalled("program:r.", NO_REFERENCE)
 
 
@@ -328,7 +326,7 @@ def test_two_programs_have_two_identities(pair: str) -> None:
     assert not is_same(identity(one), identity(other))
 
 
-def test_names_and_dead_code_are_no_part_of_a_program() -> None:
+def test_names_and_dead_code_do_not_distinguish_programs() -> None:
     @jax.jit
     def helper(x: Any) -> Any:
         return x * 2
@@ -362,7 +360,7 @@ print(programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {
 
 
 @pytest.mark.slow
-def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
+def test_a_kernels_position_in_its_file_does_not_count(tmp_path: Path) -> None:
     def told(place: str, lines: str, factor: float, seed: str) -> str:
         path = tmp_path / place / "program.py"
         path.parent.mkdir()
@@ -375,20 +373,20 @@ def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
     assert not is_same(told("other", "", 3.0, "1"), here)
 
 
-def test_identities_without_a_second_half_are_compared_by_the_first() -> None:
+def test_identities_without_a_second_half_match_by_the_first() -> None:
     assert is_same("program:a.b", "program:a.")
     assert is_same("program:a.", "program:a.b")
     assert not is_same("program:a.b", "program:a.c")
-    assert is_same("program:a.b", "program:c.b"), "of another trace, and lowered alike"
+    assert is_same("program:a.b", "program:c.b"), "another trace lowered to the same program"
     assert not is_same("program:a.", "program:b.")
 
 
-def test_the_time_of_a_ranked_program_is_known_against_its_own_reference_alone() -> None:
+def test_a_ranked_programs_time_needs_its_own_reference() -> None:
     measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", cheap_ms=2.0)
     against = comparable("program:r.s")
     assert against is not None
     recall = Recall({("b", against): measured}, has_reference=True)
     assert recall.time_ms("program:other.b", "program:t.s") == 1.0
-    assert recall.time_ms("program:other.b", "program:r.t") is None, "its output may be wrong beside other defaults"
+    assert recall.time_ms("program:other.b", "program:r.t") is None, "its output may be wrong for other defaults"
     assert recall.time_ms("program:other.b", None) is None
     assert Recall({("b", NO_REFERENCE): measured}).time_ms("program:other.b", None) == 1.0

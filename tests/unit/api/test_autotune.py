@@ -52,9 +52,9 @@ def choosy(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Au
     @quarantune.autotune(configs, **{"rep": 1, "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
-        """Scales x by n, which had better be 2."""
+        """Scales x by n; only n=2 works."""
         if n != 2:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return x * n
 
     return scale
@@ -65,7 +65,7 @@ def hopeless(**options: Any) -> quarantune.Autotuned:
     @functools.partial(jax.jit, static_argnames=["n"])
     def fail(x: Any, n: int = 0) -> Any:
         if n:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return x
 
     return fail
@@ -113,8 +113,8 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_parameter_static_only_by_position_is_no_tunable() -> None:
-    # Until version 0.11, JAX counts it from a call's last positional argument; then, from the last parameter.
+def test_a_parameter_static_only_by_position_is_refused() -> None:
+    # JAX before 0.11 counts -1 from a call's last positional argument; later versions, from the last parameter.
     fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)
     if "n" in jax_functions.jit_options(fn).static_argnames:
         quarantune.autotune([{"n": 1}])(fn)
@@ -133,7 +133,7 @@ def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_function_that_is_autotuned_already_is_refused_with_the_fix() -> None:
+def test_an_autotuned_function_is_refused_with_the_fix() -> None:
     with pytest.raises(TypeError, match=r"'choosy.*scale' is already autotuned: put all its tunables into one list"):
         quarantune.autotune([{"n": 1}])(choosy())
 
@@ -197,9 +197,7 @@ def test_scalars_of_numpy_are_options_like_the_numbers_in_them() -> None:
         (lambda x, **_: [{"x": 1}], ValueError, "['x'] are not static"),
     ],
 )
-def test_bad_configs_from_a_callable_are_refused_before_any_process(
-    configs: Callable[..., Any], kind: type, says: str
-) -> None:
+def test_bad_configs_of_a_callable_start_no_process(configs: Callable[..., Any], kind: type, says: str) -> None:
     with pytest.raises(kind) as caught:
         choosy(configs)(X)
     assert says in str(caught.value)
@@ -207,13 +205,13 @@ def test_bad_configs_from_a_callable_are_refused_before_any_process(
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X, 1, 2), {}), ((X,), {"y": 1})])
-def test_a_call_that_does_not_fit_the_signature_starts_no_process(args: Any, kwargs: Any) -> None:
+def test_a_call_that_misfits_the_signature_starts_no_process(args: Any, kwargs: Any) -> None:
     with pytest.raises(TypeError, match="argument"):
         choosy()(*args, **kwargs)
 
 
 @pytest.mark.usefixtures("no_process")
-def test_arguments_that_cannot_travel_are_named_before_any_process() -> None:
+def test_unsendable_arguments_are_named_before_any_process() -> None:
     numbers = (number for number in range(9))
 
     @quarantune.autotune([{"n": 1}])
@@ -221,7 +219,7 @@ def test_arguments_that_cannot_travel_are_named_before_any_process() -> None:
     def counted(x: Any, n: int = 1) -> Any:
         return x * n * next(numbers)
 
-    with pytest.raises(TypeError, match=r"closure variable 'numbers' of 'test_arguments.*cannot be sent to a worker"):
+    with pytest.raises(TypeError, match=r"closure variable 'numbers' of 'test_unsendable.*cannot be sent to a worker"):
         counted(X)
 
 
@@ -233,7 +231,7 @@ def test_an_autotuned_function_looks_like_the_one_it_wraps() -> None:
     assert fn.__name__ == "scale"
     assert fn.__qualname__ == "choosy.<locals>.scale"
     assert fn.__module__ == __name__
-    assert fn.__doc__ == "Scales x by n, which had better be 2."
+    assert fn.__doc__ == "Scales x by n; only n=2 works."
     assert str(inspect.signature(fn)) == "(x: 'Any', n: 'int' = 1) -> 'Any'"
     assert isinstance(fn.__wrapped__, jax.stages.Wrapped)
     assert "choosy.<locals>.scale" in repr(fn)
@@ -458,12 +456,12 @@ def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> N
     result = choosy({"n": [0, 2, 1]}, prune_fn=prune).tune(X)
     assert [trial.outcome for trial in result.trials] == [Outcome.PRUNED, Outcome.OK, Outcome.PRUNED]
     assert result.trials[0].phase is None
-    assert sorted(n for n, _ in seen) == [0, 1, 2], "once for each"
+    assert sorted(n for n, _ in seen) == [0, 1, 2], "each config is seen once"
     assert {x for _, x in seen} == {jax.ShapeDtypeStruct((4,), jnp.float32)}
     assert result.failures == {"pruned": 2}
 
 
-def test_an_error_in_prune_fn_reaches_the_caller_of_that_call_only(sweeps: list[str]) -> None:
+def test_an_error_in_prune_fn_reaches_only_that_calls_caller(sweeps: list[str]) -> None:
     broken = [True]
 
     def prune(config: dict[str, int], x: Any) -> bool:
@@ -490,7 +488,7 @@ def test_pruning_everything_fails_with_the_fix() -> None:
 # --- failing ------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list[str]) -> None:
+def test_a_sweep_whose_configs_all_fail_raises_and_is_kept(sweeps: list[str]) -> None:
     fn = hopeless()
     for spelt in (lambda: fn(X), lambda: fn(x=X), lambda: jax.jit(fn)(X)):
         with pytest.raises(quarantune.TuningFailedError) as caught:
@@ -498,7 +496,7 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
         assert isinstance(caught.value, RuntimeError)
         message = str(caught.value)
         assert message.startswith("All 2 configs failed")
-        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is no good (test_autotune.py:" in message
+        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is bad (test_autotune.py:" in message
         assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
         assert "shape" in caught.value.key
     assert len(sweeps) == 1
@@ -511,9 +509,7 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
     np.testing.assert_array_equal(fn(X, n=0), X)
 
 
-def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sweeps_leave_no_process_descriptor_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -523,7 +519,7 @@ def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
         return left_of(psutil.Process()), len(os.listdir("/proc/self/fd")), os.listdir(temporary)
 
     choosy()(X)
-    assert eventually(lambda: len(left_of(psutil.Process())) == 1), "the template"
+    assert eventually(lambda: len(left_of(psutil.Process())) == 1), "only the template remains"
     before = left()
     for call in (hopeless(), jax.jit(hopeless()), hopeless().tune):
         with pytest.raises(quarantune.TuningFailedError):
@@ -534,7 +530,7 @@ def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
 
 
 @pytest.mark.slow
-def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
+def test_a_remembered_failure_keeps_no_array_alive() -> None:
     fn = hopeless()
 
     def call() -> weakref.ref[Any]:
@@ -559,7 +555,7 @@ class Shape:
 
 
 class Layer:
-    """Has a method for which the instance is a static argument."""
+    """A layer whose method takes the instance as a static argument."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -632,7 +628,7 @@ CLEAR: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CLEAR)
-def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir: Path) -> None:
+def test_clearing_a_function_empties_its_memory_of_calls(name: str, cache_dir: Path) -> None:
     fn = shaped()
     fn(jnp.asarray(X), Shape(1))
     assert fn._memo
@@ -677,7 +673,7 @@ def test_results_found_in_files_are_bounded_in_memory(
     second.tune(np.ones(9, np.float32))
     quarantune.TuningCache(cache_dir)._store.clear(second.name)  # type: ignore[union-attr]
     for size in range(1, 6):
-        first(np.ones(size, np.float32))  # what this process has tuned stays
+        first(np.ones(size, np.float32))  # results tuned in this process stay
     assert len(sweeps) == tuned + 1
 
 
@@ -696,7 +692,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[], list[str]]]:
-    """Starts to note the files that this process opens, and the processes that it starts."""
+    """Records the files this process opens and the processes it starts."""
     global _watched
 
     def start() -> list[str]:
@@ -733,7 +729,7 @@ def test_a_cached_call_touches_no_file_and_starts_no_process(watched: Callable[[
     for call in calls:
         jax.jit(call)()
     assert fn.lookup(x) == {"n": 1}
-    assert [event for event in events if "'/sys/" not in event] == []  # the kind of the CPU is looked up there
+    assert [event for event in events if "'/sys/" not in event] == []  # JAX reads the CPU's kind there
     assert not cache_dir.exists()
 
 
@@ -771,7 +767,7 @@ def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -
     python("-W", "error", tmp_path / "program.py", JAX_PLATFORMS="cpu")
 
 
-def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[str]) -> None:
+def test_a_new_function_object_finds_the_cached_result(sweeps: list[str]) -> None:
     choosy()(X)
     again = choosy()
     assert again.lookup(X) == {"n": 2}
@@ -847,7 +843,7 @@ def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> No
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns the results of calls that start together, each in a thread of its own."""
+    """Returns the results of calls that start together, each in its own thread."""
     barrier = threading.Barrier(len(calls))
 
     def start(call: Callable[[], Any]) -> Any:
@@ -862,7 +858,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("disable_cache", ["0", "1"])
-def test_threads_that_call_a_cold_function_together_share_one_sweep(
+def test_threads_that_call_a_cold_function_share_one_sweep(
     disable_cache: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", disable_cache)
@@ -872,7 +868,7 @@ def test_threads_that_call_a_cold_function_together_share_one_sweep(
     assert len(sweeps) == 1
 
 
-def test_threads_share_a_failed_sweep_too(sweeps: list[str]) -> None:
+def test_threads_also_share_a_failed_sweep(sweeps: list[str]) -> None:
     fn = hopeless()
     results = at_once(*[lambda: fn(X)] * 3)
     assert [type(result) for result in results] == [quarantune.TuningFailedError] * 3
@@ -888,7 +884,7 @@ def test_threads_may_tune_different_functions_and_shapes_at_once(sweeps: list[st
 
 
 @pytest.mark.parametrize("tune", [lambda fn: quarantune.autotune({"n": [1]})(fn).name, cache_name])
-def test_a_jitted_partial_is_named_after_the_module_that_tunes_it(tune: Callable[..., str]) -> None:
+def test_a_jitted_partial_is_named_after_its_tuning_module(tune: Callable[..., str]) -> None:
     def softmax(x: Any, axis: int = 0, n: int = 1) -> Any:
         return x
 

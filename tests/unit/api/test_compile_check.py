@@ -1,4 +1,4 @@
-"""Compile checks for the processor of this machine; `test_compile_targets.py` has accelerators."""
+"""Compile checks for this machine's processor; `test_compile_targets.py` checks accelerators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_check_runs_nothing_and_remembers_nothing(cache_dir: Path) -> None:
-    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.float32)  # 256 GiB: no worker can make such an argument
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.float32)  # 256 GiB: no worker can make this argument
     report = quarantune.compile_check(rolled, {"n": [1, 2, 2]}, huge, target="cpu")
     assert report.ok
     assert [trial.config["n"] for trial in report.trials] == [1, 2]
@@ -124,7 +124,7 @@ def test_a_kernels_limit_of_vmem_is_not_taken_for_its_use() -> None:
         ([{"flops": 1000, "bytes_accessed": "256"}, {"flops": "7", "bytes_accessed": 1}], 1007.0, 257.0),
     ],
 )
-def test_the_cost_of_kernels_is_what_their_authors_say_or_unknown(kernels: Any, flops: Any, moved: Any) -> None:
+def test_kernels_cost_what_their_authors_say_or_are_unknown(kernels: Any, flops: Any, moved: Any) -> None:
     calls = [
         'custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUw"'
         + ("" if estimate is None else f',"cost_estimate":{json.dumps(estimate)}')
@@ -140,7 +140,7 @@ def test_the_cost_of_kernels_is_what_their_authors_say_or_unknown(kernels: Any, 
 
 
 @pytest.mark.parametrize("line", ['custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"', "(f32[]) while(%t)"])
-def test_the_costs_of_programs_that_the_compiler_does_not_count_whole_are_unknown(line: str) -> None:
+def test_costs_the_compiler_counts_in_part_are_unknown(line: str) -> None:
     program = types.SimpleNamespace(
         memory_analysis=lambda: None,
         cost_analysis=lambda: {"flops": 5.0, "bytes accessed": 64.0},
@@ -194,7 +194,7 @@ def test_the_table_has_the_compilers_figures_and_reasons() -> None:
     assert "over VMEM: 73.39 of 16.00 MiB" in over
 
 
-def test_no_spills_are_told_where_another_config_has_some() -> None:
+def test_no_spills_are_shown_if_another_config_has_some() -> None:
     each = [
         CompilerFigures(registers=168, spilled_bytes=spilled, shared_bytes=8320, occupancy=0.1875) for spilled in (0, 8)
     ]
@@ -226,7 +226,7 @@ def test_each_config_of_four_tunables_has_one_line(width: int) -> None:
     assert [line.split()[:4] for line in lines[-5:]] == [list(map(str, config.values())) for config in configs]
 
 
-def test_configs_that_need_too_much_share_a_note_and_keep_their_amounts() -> None:
+def test_configs_that_need_too_much_share_a_note() -> None:
     wanted = "Scoped allocation with size {}.00M and limit 16.00M exceeded scoped vmem limit"
     trials = [Trial(config={"BM": n}, outcome=Outcome.ERROR, message=wanted.format(n)) for n in (32, 64)]
     table = report_of(*trials).table(width=100)
@@ -242,10 +242,10 @@ def test_shared_memory_overflows_state_their_amounts_first() -> None:
     assert briefly("TypeError: no") == "TypeError: no"
 
 
-def test_one_allocation_that_exceeds_the_vmem_by_itself_states_its_amount() -> None:
+def test_one_allocation_that_exceeds_vmem_states_its_amount() -> None:
     v4 = "RESOURCE_EXHAUSTED: Allocation (size={}) would exceed memory (size=16777216) :: #a [space=vmem, scoped]"
     assert briefly(v4.format(64 << 20)).startswith("over VMEM: 64.00 of 16.00 MiB; RESOURCE")
-    assert briefly(v4.format(8 << 20)).startswith("RESOURCE"), "it does not fit beside others: their sum is not told"
+    assert briefly(v4.format(8 << 20)).startswith("RESOURCE"), "it does not fit with others, whose sum is unknown"
 
 
 def test_a_report_raises_only_where_every_config_failed() -> None:

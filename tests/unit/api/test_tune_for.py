@@ -24,7 +24,7 @@ TIMES: Mapping[int, Mapping[int, float | None]] = {
     4: {1: 1.0, 2: 3.0, 3: 1.5, 4: 0.5},
     64: {1: 40.0, 2: 10.0, 3: 14.0, 4: None},
 }
-"""Milliseconds by the length of x and n; n=4 fails for the larger one."""
+"""Milliseconds by the length of x and by n; n=4 fails for the longer x."""
 
 
 def scale(**options: Any) -> Any:
@@ -40,7 +40,7 @@ def scale(**options: Any) -> Any:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has sweeps end with the times above."""
+    """Makes sweeps end with the times above."""
 
     def tune(resolver: Any, call: Any, *, resume: bool) -> TuningResult:
         trials = [
@@ -78,7 +78,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "worst", 3, 7.75, [3.0, 1.4]),
     ],
 )
-def test_the_config_has_the_least_total_time_or_the_least_slowdown(
+def test_the_config_has_the_least_total_time_or_slowdown(
     weights: Any, by: Any, best: int, mean_ms: float, ratios: list[float], cache_dir: Path
 ) -> None:
     tuned = scale()
@@ -96,17 +96,17 @@ def test_the_config_has_the_least_total_time_or_the_least_slowdown(
     assert f"* n={best} has the least total time" in table or by == "worst"
     assert f"x f32[64]: {result.calls[1].time_ms:.4g} ms, {ratios[1]:.2f}x of its own best, weight 1" in table
     for later in (tuned, scale()):
-        assert later.lookup(jax.ShapeDtypeStruct((8,), jnp.float32)) == {"n": best}, "the whole bucket uses it"
+        assert later.lookup(jax.ShapeDtypeStruct((8,), jnp.float32)) == {"n": best}, "the whole bucket uses the config"
     ((entry,),) = (each.values() for each in json.loads((cache_dir / "scale.json").read_text()).values())
     assert [share["time_ms"] / share["best_ms"] for share in entry["calls"]] == pytest.approx(ratios)
     assert entry["search"]["name"] == f"tune_for by {by}"
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_people_and_files_see_for_which_calls_a_config_is(
+def test_reports_and_files_name_the_calls_of_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets 80
+    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets it to 80
     monkeypatch.setattr("quarantune.tuning.outcome.commit_of", lambda function: f"that of {function.__name__}")
     result = scale().tune_for([(SMALL,), (LARGE,)])
     assert result.commit == "that of scale"
@@ -118,7 +118,7 @@ def test_people_and_files_see_for_which_calls_a_config_is(
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_calls_that_were_recorded_weigh_as_often_as_they_were_met() -> None:
+def test_recorded_calls_weigh_as_often_as_they_were_met() -> None:
     with quarantune.recording() as calls, pytest.warns(quarantune.CacheWarning, match="to be tuned later"):
         scale()(jnp.ones(4))
     often, tuned = dataclasses.replace(calls[0], count=100), scale()
@@ -127,7 +127,7 @@ def test_calls_that_were_recorded_weigh_as_often_as_they_were_met() -> None:
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_a_config_that_works_for_no_common_call_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_fits_no_common_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "TIMES", {4: {1: None, 2: 1.0}, 64: {1: 1.0, 2: None}})
     with pytest.raises(
         TuningFailedError, match=r"no config works for all 2 calls: for x f32\[4\]: no; for x f32\[64\]"
@@ -153,7 +153,7 @@ def test_a_config_that_works_for_no_common_call_is_an_error_with_the_reasons(mon
         ([{"x": SMALL, "n": 2}], {}, TypeError, "n is tuned here"),
     ],
 )
-def test_calls_that_cannot_be_tuned_for_are_refused_before_any_work(
+def test_calls_that_cannot_be_tuned_for_are_refused_first(
     calls: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     tuned = scale(**{name: options.pop(name) for name in ("key_fn",) if name in options})
@@ -163,7 +163,7 @@ def test_calls_that_cannot_be_tuned_for_are_refused_before_any_work(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [{}, {"search": "random", "max_trials": 3}])
-def test_each_call_tries_the_same_configs_and_what_is_measured_counts(search: dict[str, Any]) -> None:
+def test_each_call_tries_the_same_configs_and_trials_count(search: dict[str, Any]) -> None:
     calls = [(jnp.ones(4),), (jnp.ones(64),)]
     with isolated("none"):
         first = scale(rep=2, **search).tune_for(calls)
@@ -171,12 +171,12 @@ def test_each_call_tries_the_same_configs_and_what_is_measured_counts(search: di
     tried = {trial.config["n"] for trial in first.trials}
     assert len(tried) == (3 if search else 4)
     assert {trial.config["n"] for trial in first.trials if not trial.outcome.is_failure} == tried - {4}
-    assert {trial.config["n"] for trial in again.trials} == tried, "a search goes on from its journal"
+    assert {trial.config["n"] for trial in again.trials} == tried, "a search resumes from its journal"
     assert [share.call for share in again.calls] == ["x f32[4]", "x f32[64]"]
 
 
 @pytest.mark.slow
-def test_a_searched_space_need_not_hold_the_defaults() -> None:
+def test_a_searched_space_may_lack_the_defaults() -> None:
     @quarantune.autotune({"n": [1, 2, 3]}, key_fn=lambda x: "all", search="random", max_trials=2, rep=2)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 9) -> Any:
@@ -188,7 +188,7 @@ def test_a_searched_space_need_not_hold_the_defaults() -> None:
     assert {9} < {trial.config["n"] for trial in result.trials} < {1, 2, 3, 9}
 
 
-def test_the_defaults_time_is_not_that_of_a_config_equal_to_them_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_config_does_not_give_the_defaults_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def tune(self: Tuner, call: Any, **_: Any) -> TuningResult:
         times = ((True, 5.0), (1, 3.0))
         trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in times)

@@ -1,3 +1,5 @@
+"""`TuningCache` finds, changes, merges and exports entries, and functions of this process follow its changes."""
+
 from __future__ import annotations
 
 import json
@@ -37,7 +39,7 @@ def test_all_names_of_the_cache_are_imported_from_its_package() -> None:
     assert quarantune.cache.TuningCache is quarantune.TuningCache
 
 
-def test_a_config_is_found_by_kernel_type_problem_size_and_device(cache: TuningCache) -> None:
+def test_a_config_is_found_by_kernel_problem_size_and_device(cache: TuningCache) -> None:
     assert cache.get("matmul", (1024, 512), "cuda:0") is None
     cache.put("matmul", (1024, 512), "cuda:0", {"BM": 64, "order": [0, 1]})
     assert cache.get("matmul", [1024, 512], "cuda:0") == {"BM": 64, "order": (0, 1)}
@@ -130,7 +132,7 @@ def tuned(name: str, *, is_good: bool = True) -> quarantune.Autotuned:
     @jax.jit(static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
         if n == 2 and not is_good:
-            raise ArithmeticError("n=2 is no good")
+            raise ArithmeticError("n=2 is bad")
         return x * n
 
     return fn
@@ -145,7 +147,7 @@ FORGET: dict[str, Callable[[TuningCache], object]] = {
 
 
 @pytest.mark.parametrize("name", FORGET)
-def test_functions_of_this_process_forget_what_is_cleared_or_deleted(name: str, cache_dir: Path) -> None:
+def test_functions_here_forget_what_is_cleared_or_deleted(name: str, cache_dir: Path) -> None:
     first, second, by_hand = (
         tuned("first"),
         tuned("second"),
@@ -165,7 +167,7 @@ def test_functions_of_this_process_forget_what_is_cleared_or_deleted(name: str, 
     assert first.lookup(X) == {"n": 2}
 
 
-def test_a_failure_in_memory_is_forgotten_with_its_function(cache_dir: Path) -> None:
+def test_clearing_a_function_forgets_its_failure_in_memory(cache_dir: Path) -> None:
     fn = tuned("failing", is_good=False)
     with pytest.raises(quarantune.TuningFailedError):
         fn(X)
@@ -180,7 +182,7 @@ def test_a_failure_in_memory_is_forgotten_with_its_function(cache_dir: Path) -> 
             fn(X)
 
 
-def test_an_estimate_and_a_contextual_choice_are_forgotten_too(cache_dir: Path) -> None:
+def test_clearing_forgets_estimates_and_contextual_choices(cache_dir: Path) -> None:
     inner = tuned("inner")
 
     @quarantune.contextual_autotune(n_repeat=1, ref_fn=None, name="outer")
@@ -204,7 +206,7 @@ def test_an_estimate_and_a_contextual_choice_are_forgotten_too(cache_dir: Path) 
     assert again.lookup(X) is None
 
 
-def test_merged_entries_are_used_by_functions_that_remember_others(cache_dir: Path, tmp_path: Path) -> None:
+def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_path: Path) -> None:
     with quarantune.settings(cache_dir=tmp_path / "other"):
         other = tuned("merged")
         other(X)
@@ -213,7 +215,7 @@ def test_merged_entries_are_used_by_functions_that_remember_others(cache_dir: Pa
     (key,) = TuningCache(tmp_path / "other").keys()
     entry = TuningCache(tmp_path / "other").entry(*key)
     assert entry is not None
-    del entry["program"]  # of another config
+    del entry["program"]  # it identifies another config
     Store(tmp_path / "other").put(
         key.kernel_type,
         key.device,
@@ -227,7 +229,7 @@ def test_merged_entries_are_used_by_functions_that_remember_others(cache_dir: Pa
             failing(X)
     TuningCache(cache_dir).merge(tmp_path / "other")
     assert fn.lookup(X) == {"n": 1}
-    with quarantune.settings(on_miss="error"):  # what is in no file is kept
+    with quarantune.settings(on_miss="error"):  # results in no file are kept
         np.testing.assert_array_equal(in_memory(X), 2 * X)
         with pytest.raises(quarantune.TuningFailedError):
             failing(X)
@@ -284,7 +286,7 @@ def test_merging_changes_nothing_in_the_other_cache(cache: TuningCache, tmp_path
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
 
 
-def test_diff_tells_where_two_caches_differ(cache: TuningCache, tmp_path: Path) -> None:
+def test_diff_shows_how_two_caches_differ(cache: TuningCache, tmp_path: Path) -> None:
     other = TuningCache(tmp_path / "other")
     for number in (1, 2, 3):
         cache.put("f", number, "cpu", {"BM": 1})
@@ -342,7 +344,7 @@ def test_export_replaces_no_file_that_it_cannot_read(cache: TuningCache, tmp_pat
     assert not (tmp_path / "a.json").exists()
 
 
-def test_a_cache_in_memory_is_neither_merged_nor_compared_nor_exported(
+def test_a_cache_in_memory_is_not_merged_compared_or_exported(
     cache: TuningCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", "1")
@@ -359,7 +361,7 @@ def test_a_cache_in_memory_is_neither_merged_nor_compared_nor_exported(
             call()
 
 
-def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:
+def test_problems_lists_every_problem_and_changes_nothing(cache: TuningCache) -> None:
     assert cache.problems() == []
     cache.put("good", 1, "cpu", {"BM": 1})
     assert cache.problems() == []
@@ -406,7 +408,7 @@ FOREIGN = {
 }
 
 
-def test_files_of_other_programs_are_left_alone_and_are_no_damage(cache: TuningCache, tmp_path: Path) -> None:
+def test_files_of_other_programs_stay_and_are_not_damage(cache: TuningCache, tmp_path: Path) -> None:
     Store(cache.directory).put("f", "cpu", "1", {"config": {"BM": 1}, "created": "2020-01-01T00:00:00+00:00"})
     for name, content in FOREIGN.items():
         (cache.directory / name).parent.mkdir(exist_ok=True)
@@ -441,7 +443,7 @@ def test_an_entry_without_a_usable_config_is_a_miss(cache: TuningCache, entry: d
     assert cache.get("f", [1], "cpu") is None
 
 
-def test_a_config_that_no_reader_would_accept_stays_in_memory_and_costs_no_other(cache: TuningCache) -> None:
+def test_a_config_no_reader_accepts_stays_in_memory_only(cache: TuningCache) -> None:
     cache.put("f", 1, "cpu", {"BM": 1})
     with pytest.warns(CacheWarning, match="kept in memory only: .* its time_ms is 0, not a time"):
         cache.put("f", 2, "cpu", {"BM": 2}, time_ms=0)
@@ -451,7 +453,7 @@ def test_a_config_that_no_reader_would_accept_stays_in_memory_and_costs_no_other
     assert other.problems() == []
 
 
-def test_a_config_that_cannot_be_saved_stays_in_memory_with_one_warning(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_saved_warns_once_and_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TuningCache(tmp_path / "file")
     with pytest.warns(CacheWarning, match="kept in memory only: nothing was saved"):
@@ -461,7 +463,7 @@ def test_a_config_that_cannot_be_saved_stays_in_memory_with_one_warning(tmp_path
     assert cache.keys() == [("f", "1", "cpu"), ("f", "2", "cpu")]
 
 
-def test_a_value_that_json_cannot_hold_is_refused_before_it_is_kept(cache: TuningCache) -> None:
+def test_a_value_json_cannot_hold_is_refused_before_it_is_kept(cache: TuningCache) -> None:
     for config in ({"BM": math.nan}, {"BM": object()}):
         with pytest.raises((ValueError, TypeError), match="cannot be kept in the cache"):
             cache.put("f", 1, "cpu", config)

@@ -1,3 +1,5 @@
+"""One process at a time holds the claim of a problem, and a dead or silent holder loses it."""
+
 from __future__ import annotations
 
 import fcntl
@@ -68,7 +70,7 @@ def test_one_claim_at_a_time_and_the_next_after_its_release(make: Callable[..., 
     other.release()
 
 
-def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
+def test_hosts_without_a_boot_id_are_not_taken_for_one(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "")
@@ -86,7 +88,7 @@ def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
     holder.release()
 
 
-def test_a_claim_made_while_a_damaged_one_is_set_aside_is_respected(
+def test_a_claim_made_while_another_is_set_aside_is_respected(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick, slow = make(), make()
@@ -98,7 +100,7 @@ def test_a_claim_made_while_a_damaged_one_is_set_aside_is_respected(
 
     def after_the_other(place: Directory, name: str) -> str:
         monkeypatch.setattr(Directory, "free_name", find_free_name)
-        while not quick.held:  # it may give way once, to the one that has the lock
+        while not quick.held:  # it may give way once, to the holder of the lock
             quick.try_acquire()
         return find_free_name(place, name)
 
@@ -149,7 +151,7 @@ def test_a_claim_dies_with_its_holder(tmp_path: Path, make: Callable[..., Claim]
         claim.release()
 
 
-def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
+def test_a_lock_finds_a_dead_holder_in_another_pid_namespace(
     tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
@@ -166,7 +168,7 @@ def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
 
 
 @pytest.mark.usefixtures("locks")
-def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(
+def test_a_silent_holder_loses_its_claim_after_its_worst_case(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, waiter = make(worst_case_s=30), make(worst_case_s=1)
@@ -186,10 +188,10 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(
 
 @pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize("hours", [-1, 1, 24 * 365])
-def test_a_claim_that_changes_is_respected_whatever_its_hosts_clock_says(
+def test_a_changing_claim_is_respected_whatever_its_clock(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    # As on a filesystem that takes the times of files from its clients.
+    # A network filesystem may take the times of files from its clients.
     holder, waiter = make(worst_case_s=30), make()
     assert holder.try_acquire()
     for waited_s in range(0, 100, 20):
@@ -199,7 +201,7 @@ def test_a_claim_that_changes_is_respected_whatever_its_hosts_clock_says(
         pass_time(monkeypatch, 20)
     assert holder.held
     pass_time(monkeypatch, 20)
-    assert waiter.try_acquire(), "it has changed no more"
+    assert waiter.try_acquire(), "the claim no longer changes"
     waiter.release()
     holder.release()
 
@@ -215,7 +217,7 @@ def test_a_lock_without_effect_does_not_prove_a_holder_dead(
     holder.release()
 
 
-def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(
+def test_a_hung_holder_does_not_keep_its_claim_for_ever(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung, second, third = make(worst_case_s=1), make(), make()
@@ -224,7 +226,7 @@ def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(
     pass_time(monkeypatch, 100)
     assert second.try_acquire()
     second.release()
-    # It gives way once, because the holder of the lock may be about to make the claim.
+    # The third gives way once, because the holder of the lock may be about to make the claim.
     assert [third.try_acquire(), third.try_acquire()] == [False, True]
     third.release()
     hung.release()
@@ -256,7 +258,7 @@ def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], mon
     here.release()
 
 
-@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # about a file that no crash leaves
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # some contents warn, as no crash leaves them
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
 def test_a_claim_torn_by_a_crash_is_taken_over_soon(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, content: bytes
@@ -270,7 +272,7 @@ def test_a_claim_torn_by_a_crash_is_taken_over_soon(
     claim.release()
 
 
-def test_a_slower_waiter_does_not_take_the_fresh_claim_of_a_quicker_one(
+def test_a_slow_waiter_does_not_take_a_quicker_ones_claim(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
@@ -300,7 +302,7 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
 
 
 def test_a_fork_of_a_killed_holder_does_not_keep_its_lock(tmp_path: Path) -> None:
-    # The claim's holder is known by its lock alone: the rival is on a host of its own.
+    # Only its lock shows that the holder lives: the rival is on another host.
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -328,8 +330,8 @@ signal.pause()
                 assert is_granted
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which other tests have imported
-def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # other tests have imported JAX, which warns
+def test_a_fork_that_leaves_the_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
     with make() as claim:
         assert claim.try_acquire()
         if (pid := os.fork()) == 0:
@@ -340,7 +342,7 @@ def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callabl
         assert not make().try_acquire()
 
 
-def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
+def test_a_waiter_gets_the_lock_and_a_signal_ends_its_wait(tmp_path: Path) -> None:
     with Directory(tmp_path) as place:
         with side_lock(place, "lock") as is_held:
             assert is_held
@@ -403,9 +405,7 @@ def test_wait_returns_the_claim_when_nobody_has_it(make: Callable[..., Claim]) -
     claim.release()
 
 
-def test_wait_looks_again_after_acquiring_the_claim(
-    make: Callable[..., Claim],
-) -> None:
+def test_wait_looks_again_after_acquiring_the_claim(make: Callable[..., Claim]) -> None:
     answers = [None, "answer"]
     claim = make()
     assert wait(claim, lambda: answers.pop(0), lambda *_: None) == "answer"
@@ -463,7 +463,7 @@ def test_wait_can_be_interrupted(make: Callable[..., Claim]) -> None:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: Path) -> None:
+def test_sixteen_processes_get_one_answer_despite_a_kill(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -531,7 +531,7 @@ def test_a_failure_is_passed_to_waiters_and_not_to_later_callers(make: Callable[
     late.release()
 
 
-def test_a_failure_is_passed_to_a_waiter_that_never_saw_its_holder(
+def test_a_waiter_that_never_saw_the_holder_gets_its_failure(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, waiter = make(), make()
@@ -553,7 +553,7 @@ def test_a_failure_is_passed_to_a_waiter_that_never_saw_its_holder(
     assert not waiter.held
 
 
-def test_a_waiter_that_cannot_use_a_failure_tunes_by_itself(make: Callable[..., Claim]) -> None:
+def test_a_waiter_that_cannot_use_a_failure_tunes(make: Callable[..., Claim]) -> None:
     holder, waiter = make(), make()
     assert holder.try_acquire()
 

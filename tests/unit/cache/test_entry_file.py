@@ -1,4 +1,4 @@
-"""A function with many entries: further files beside its main file, and files larger than what is read."""
+"""A function with many entries keeps them in further files, and files over the bounds lose nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quarantune.host import shared_files
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
 OTHER: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 64}, "time_ms": 0.25}
 ROOM = 2000
-"""The size of a main file in these tests, in bytes."""
+"""Largest size of a main file in these tests, in bytes."""
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves a main file little room, so that few entries are many."""
+    """Leaves a main file little room, so that a few entries fill it."""
     monkeypatch.setattr(store_module, "_MAIN_BYTES", ROOM)
 
 
 def of_an_earlier_version(store: Store, entries: dict[str, Any]) -> None:
-    """Writes the only file that earlier versions know, as they did."""
+    """Writes a function's entries as earlier versions did, in one file."""
     store.directory.mkdir(exist_ok=True)
     store.path("f").write_text(json.dumps({"cpu": entries}))
 
@@ -51,7 +51,7 @@ def further(store: Store) -> list[Path]:
     return sorted(store.directory.glob("f.entries/*.json"))
 
 
-# --- where entries are --------------------------------------------------------------------------------------
+# --- places of entries --------------------------------------------------------------------------------------
 
 
 def test_a_function_with_few_entries_has_one_file(store: Store) -> None:
@@ -61,7 +61,7 @@ def test_a_function_with_few_entries_has_one_file(store: Store) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_entries_beyond_the_main_files_room_are_found_everywhere(store: Store) -> None:
+def test_entries_in_further_files_are_found_everywhere(store: Store) -> None:
     wanted = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
     for key, entry in wanted.items():
         store.put("f", "cpu", key, entry)
@@ -85,7 +85,7 @@ def test_entries_beyond_the_main_files_room_are_found_everywhere(store: Store) -
 def test_an_entry_is_changed_and_removed_where_it_is(store: Store) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
-    for key in ("k0", "k99"):  # one of the main file, one of another
+    for key in ("k0", "k99"):  # one is in the main file, the other in a further file
         store.put("f", "cpu", key, OTHER)
         assert store.get("f", "cpu", key) == OTHER
         assert store.delete("f", "cpu", key)
@@ -110,7 +110,7 @@ def test_a_merge_and_an_export_take_entries_from_all_files(store: Store, tmp_pat
     assert len(here) == 100
     assert not here.diff(store.directory).different
     assert len(here.export(tmp_path / "out")) == 100
-    # Earlier versions read a table that is shipped, too.
+    # Earlier versions also read shipped tables.
     assert len(json.loads((tmp_path / "out" / "f.json").read_text())["cpu"]) == 100
     assert os.listdir(tmp_path / "out") == ["f.json"]
 
@@ -119,7 +119,7 @@ def test_a_merge_and_an_export_take_entries_from_all_files(store: Store, tmp_pat
 
 
 @pytest.mark.usefixtures("small")
-def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: Store) -> None:
+def test_an_entry_saved_by_an_earlier_version_stays_its_own(store: Store) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     found = json.loads(store.path("f").read_bytes())["cpu"]
@@ -137,7 +137,7 @@ def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: 
 
 
 @pytest.mark.parametrize("is_read_only", [False, True])
-def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
+def test_an_entry_is_found_without_decoding_a_large_file(
     store: Store, monkeypatch: pytest.MonkeyPatch, is_read_only: bool
 ) -> None:
     odd = ['[8,"\\"\u00e9\n"]', "}", '"k2": {', "", "k\ud800", "last"]
@@ -153,9 +153,9 @@ def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
         for device, entries in old.items():
             for key in [*odd, f"k{device}0", f"k{device}3999"]:
                 assert reader.get("f", device, key) == entries[key]
-    assert reader.get("f", "gpu 0", "kcpu3") is None  # another device has it
+    assert reader.get("f", "gpu 0", "kcpu3") is None  # only another device has it
     assert reader.get("f", "tpu", "last") is None
-    # Entries as another program lays them out, or with faults, are left to the slower way.
+    # Faulty entries and other layouts take the slow path.
     store.path("f").write_text(json.dumps(old | {"tpu": {"last": OTHER}}, indent=2))
     assert reader.get("f", "tpu", "last") == OTHER
     store.path("f").write_bytes(encode(old | {"tpu": {"last": OTHER, "bad": ENTRY | {"time_ms": "fast"}}}))
@@ -179,7 +179,7 @@ def test_a_forged_line_of_a_large_file_is_damage(store: Store, line: bytes) -> N
 @pytest.mark.parametrize(
     "damage", [b"{", b"", json.dumps({"cpu": {"good": ENTRY, "bad": {"schema": 1, "config": 3}}}).encode()]
 )
-def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, damage: bytes) -> None:
+def test_a_damaged_file_is_set_aside_and_the_others_stay(store: Store, damage: bytes) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     path = further(store)[0]
@@ -202,7 +202,7 @@ def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, 
 
 
 @pytest.mark.usefixtures("small")
-def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store: Store) -> None:
+def test_a_file_of_a_newer_schema_hides_no_other_file(store: Store) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     path = further(store)[0]
@@ -223,7 +223,7 @@ def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store:
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
-    """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
+    """Limits files of entries to 20,000 bytes for writers and 40,000 bytes for readers."""
     monkeypatch.setattr(entry_file, "LARGEST_ENTRIES_BYTES", 20_000)
     monkeypatch.setattr(entries, "LARGEST_ENTRIES_BYTES", 20_000)
     monkeypatch.setattr(entry_file, "LARGEST_READ_ENTRIES_BYTES", 40_000)
@@ -231,7 +231,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("number_of_entries", [450, 1000])
-def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
+def test_an_earlier_versions_file_over_the_bound_loses_nothing(
     store: Store, bounded: int, recwarn: pytest.WarningsRecorder, number_of_entries: int
 ) -> None:
     old = {f"k{number}": ENTRY | {"number": number} for number in range(number_of_entries)}
@@ -266,7 +266,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
 
 
 @pytest.mark.usefixtures("bounded")
-def test_an_entry_that_no_file_may_hold_is_refused_and_the_others_stay(store: Store) -> None:
+def test_an_entry_no_file_may_hold_is_refused_alone(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
     with pytest.raises(CacheWriteError, match=r"would pass 0 MiB, .*remove old results with `quarantune cache prune"):
         store.put("f", "cpu", "big", ENTRY | {"text": "x" * 20_000})
@@ -286,7 +286,7 @@ def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: 
     assert len(cache.export(tmp_path / "out", devices="gpu")) == 200
 
 
-def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
+def test_unreadable_files_are_not_pruned(store: Store, bounded: int) -> None:
     store.put("f", "cpu", "k", ENTRY)
     small_one, large_one, folder = (store.directory / f"f.json.corrupt-20260101T000000-{n}" for n in range(3))
     small_one.write_text("{")
@@ -320,7 +320,7 @@ def test_a_file_over_256_mib_is_read_and_stays(store: Store) -> None:
 
 
 def grown(journal_directory: Path, megabytes: int) -> None:
-    """Puts records of configs that are in no space before those of a journal, as a long sweep might."""
+    """Makes a journal large: prepends records of configs outside the space, 1 MB each."""
     (path,) = journal_directory.glob("*.jsonl")
     records = path.read_bytes()
     trial = json.loads(records.splitlines()[0][9:])
@@ -340,7 +340,7 @@ def grown(journal_directory: Path, megabytes: int) -> None:
         pytest.param(True, id="one file over 256 MiB", marks=pytest.mark.long),
     ],
 )
-def test_a_sweep_goes_on_from_a_very_large_journal(
+def test_a_sweep_resumes_from_a_very_large_journal(
     cache_dir: Path, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if not large:
@@ -387,7 +387,7 @@ def test_looking_up_and_saving_take_no_longer_with_20000_entries(store: Store, m
     monkeypatch.setattr(shared_files, "read", read)
 
     def best_s(work: Any) -> float:
-        """Returns the shortest of several times, which other work of the machine lengthens least."""
+        """Returns the shortest of several times, which the machine's other work disturbs least."""
         times = []
         for number in range(5):
             read_bytes.clear()

@@ -1,3 +1,5 @@
+"""Keys and file names are equal for equal values, different for different values, and safe for any value."""
+
 from __future__ import annotations
 
 import functools
@@ -96,13 +98,13 @@ ODD_NAMES = [
 ]
 
 
-def test_unusual_names_stay_distinct_also_where_case_is_ignored() -> None:
+def test_unusual_names_stay_distinct_if_case_is_ignored() -> None:
     names = [safe_name(name).lower() for name in ODD_NAMES]
     assert len(set(names)) == len(ODD_NAMES)
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_a_safe_name_is_a_short_file_name_and_unchanged_if_repeated(name: str) -> None:
+def test_a_safe_name_is_short_and_unchanged_if_repeated(name: str) -> None:
     safe = safe_name(name)
     assert set(safe) <= set(string.ascii_letters + string.digits + "_.-")
     assert safe[0] not in ".-"
@@ -135,7 +137,7 @@ def test_a_list_that_is_shared_at_sixty_levels_is_described() -> None:
     assert len(canonical_json(describe.describe_static(lists))) < 100
 
 
-def test_a_global_list_that_is_shared_at_sixty_levels_has_a_fingerprint() -> None:
+def test_a_global_list_shared_at_sixty_levels_is_hashed() -> None:
     def looks_up(leaf: float) -> Any:
         lists = {"a": nested(60, [leaf], times=2), "b": types.SimpleNamespace(c=nested(60, {leaf, 0.5}, times=2))}
         return lambda x: (x, lists)
@@ -168,7 +170,7 @@ def test_a_result_for_a_value_nested_400_deep_is_saved_and_found(sweeps: list[st
     assert sweeps == ["deep", "deep"]
 
 
-def test_a_value_that_python_cannot_follow_is_refused_for_that_reason() -> None:
+def test_a_value_python_cannot_follow_is_refused_as_that() -> None:
     with pytest.raises(TypeError, match=r"nested more deeply than Python can follow, so results .* remembered"):
         describe.describe_static(nested(2 * sys.getrecursionlimit()))
 

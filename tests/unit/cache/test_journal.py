@@ -1,3 +1,5 @@
+"""A journal keeps every acknowledged record of an interrupted sweep, whatever happens to its files."""
+
 from __future__ import annotations
 
 import errno
@@ -29,7 +31,7 @@ def file_of(journal: Journal) -> Path:
     return path
 
 
-def test_records_come_back_in_order_from_another_journal_object(tmp_path: Path, journal: Journal) -> None:
+def test_another_journal_object_reads_the_records_in_order(tmp_path: Path, journal: Journal) -> None:
     assert journal.records() == []
     records = [{"config": {"BM": n}, "outcome": "ok", "samples_ms": (0.1, n)} for n in range(3)]
     for record in records:
@@ -38,7 +40,7 @@ def test_records_come_back_in_order_from_another_journal_object(tmp_path: Path, 
     assert found == [record | {"samples_ms": list(record["samples_ms"])} for record in records]  # type: ignore[call-overload]
 
 
-def test_problems_devices_and_functions_have_journals_of_their_own(tmp_path: Path, journal: Journal) -> None:
+def test_problems_devices_and_functions_have_own_journals(tmp_path: Path, journal: Journal) -> None:
     journal.append({"n": 1})
     for name, device, key in (("g", "cpu", "key"), ("m.f", "gpu", "key"), ("m.f", "cpu", "key2")):
         assert Journal(tmp_path, name, device, key).records() == []
@@ -58,9 +60,7 @@ def test_discard_starts_over(journal: Journal) -> None:
     assert journal.records() == [{"n": 2}]
 
 
-def test_a_file_that_cannot_be_removed_keeps_no_other_from_being_removed(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_removed_keeps_no_other_file(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = Directory.remove
 
     def remove_own(place: Directory, name: str) -> None:
@@ -185,7 +185,7 @@ for number in range(int(sys.argv[3])):
         other.communicate(timeout=280)
     found: dict[str, list[int]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)  # about the line that the killed process may have been writing
+        warnings.simplefilter("ignore", CacheWarning)  # the killed process may have left a torn line
         records = Journal(tmp_path, "f", "cpu", "key").records()
     for record in records:
         found.setdefault(record["writer"], []).append(record["number"])
@@ -196,7 +196,7 @@ for number in range(int(sys.argv[3])):
     assert (len(sizes) > 5) is (largest == 40_000)
 
 
-def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_host_appends_to_its_own_file_and_all_are_read(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.append({"n": 1})
     monkeypatch.setattr("quarantune.cache.journal.this_host", lambda: "0123456789ab")
     journal.append({"n": 2})
@@ -206,7 +206,7 @@ def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, m
     assert journal.records() == []
 
 
-def test_a_journal_that_becomes_large_goes_on_in_another_file(
+def test_a_journal_that_becomes_large_continues_in_a_new_file(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "LARGEST_JOURNAL_BYTES", 2000)
@@ -219,7 +219,7 @@ def test_a_journal_that_becomes_large_goes_on_in_another_file(
     assert max(path.stat().st_size for path in files) <= 2000
     assert journal.records() == records
     files[3].write_bytes(files[3].read_bytes()[:-5])
-    assert journal_module.damage(tmp_path) == []  # its last line is torn
+    assert journal_module.damage(tmp_path) == []  # a torn last line is not damage
     assert len(journal.records()) == 99
     assert [path.name.partition(".")[0] for path in files] == [problem_hash("cpu", "key")] * len(files)
     journal.discard()
@@ -231,7 +231,7 @@ def test_a_journal_that_becomes_large_goes_on_in_another_file(
     assert troublesome(tmp_path, "f", "cpu") == {f'{{"BM":{n}}}': outcome for n, outcome in last.items()}
 
 
-def test_a_small_journal_is_read_where_little_memory_is_left(tmp_path: Path) -> None:
+def test_a_small_journal_is_read_when_little_memory_is_left(tmp_path: Path) -> None:
     Journal(tmp_path, "f", "cpu", "k").append({"n": 1})
     script = """
 import pathlib, resource, sys
@@ -254,7 +254,7 @@ def test_trouble_is_remembered_for_a_device_and_all_its_problems(tmp_path: Path)
     assert troublesome(tmp_path, "g", "cpu") == {}
 
 
-def test_crashes_and_timeouts_are_remembered_until_a_good_outcome(tmp_path: Path) -> None:
+def test_crashes_and_timeouts_are_kept_until_a_good_outcome(tmp_path: Path) -> None:
     for outcome in ("ok", "error", "wrong", "pruned"):
         remember_trouble(tmp_path, "f", "cpu", {"BM": 1}, outcome)
     assert list(tmp_path.iterdir()) == []

@@ -1,3 +1,5 @@
+"""The store loses no saved entry to crashes, damage, full disks or other writers."""
+
 from __future__ import annotations
 
 import contextlib
@@ -52,7 +54,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_another_store_of_the_same_directory_gets_a_put_entry(store: Store) -> None:
+def test_another_store_of_the_directory_gets_a_saved_entry(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
     store.put("f", "cpu", "k2", {"config": {"BM": 64}})
     store.put("f", "gpu", "k", {"config": {"BM": 128}})
@@ -64,7 +66,7 @@ def test_another_store_of_the_same_directory_gets_a_put_entry(store: Store) -> N
     assert other.get("g", "cpu", "k") is None
 
 
-def test_the_file_is_device_key_entry_with_one_line_for_each_entry(store: Store) -> None:
+def test_a_file_maps_devices_and_keys_to_one_entry_per_line(store: Store) -> None:
     store.put("f", "cpu", "k1", ENTRY)
     store.put("f", "cpu", "k2", ENTRY)
     text = store.path("f").read_text()
@@ -141,9 +143,7 @@ def test_no_nan_or_infinity_reaches_the_file(store: Store, value: Any) -> None:
         ({"config": {"n": 1}, "schema": SCHEMA + 1}, "newer than"),
     ],
 )
-def test_an_entry_that_no_reader_would_accept_is_refused_and_the_others_stay(
-    store: Store, entry: dict[str, Any], fault: str
-) -> None:
+def test_an_entry_no_reader_accepts_is_refused_alone(store: Store, entry: dict[str, Any], fault: str) -> None:
     store.put("f", "cpu", "k", ENTRY)
     with pytest.raises(CacheWriteError, match=fault):
         store.put("f", "cpu", "k2", entry)
@@ -172,7 +172,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_a_miss_reported_once_and_set_aside_by_the_next_write(store: Store, content: bytes) -> None:
+def test_a_damaged_file_is_a_miss_and_later_set_aside(store: Store, content: bytes) -> None:
     store.directory.mkdir()
     store.path("f").write_bytes(content)
     with pytest.warns(CacheWarning, match="next write sets it aside as '.*f.json.corrupt-<time>'") as caught:
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_a_miss_reported_once_and_set_aside_by_the_next_write(
     assert aside.read_bytes() == content
 
 
-def test_a_write_sets_a_damaged_file_aside_before_it_writes(store: Store) -> None:
+def test_a_write_first_sets_a_damaged_file_aside(store: Store) -> None:
     store.directory.mkdir()
     for number, content in enumerate((b"{", b"[", b"{")):
         store.path("f").write_bytes(content)
@@ -202,7 +202,7 @@ def test_a_write_sets_a_damaged_file_aside_before_it_writes(store: Store) -> Non
 NEWER = json.dumps({"cpu": {"a": STORED, "k": {"schema": SCHEMA + 1, "config": {"BM": 1}}}})
 
 
-def test_a_file_of_a_newer_schema_is_left_alone_reported_and_not_used(store: Store) -> None:
+def test_a_file_of_a_newer_schema_is_reported_and_kept(store: Store) -> None:
     store.directory.mkdir()
     store.path("f").write_text(NEWER)
     with pytest.warns(CacheWarning, match=f"schema {SCHEMA + 1}, newer than {SCHEMA}.*upgrade"):
@@ -216,9 +216,7 @@ def test_a_file_of_a_newer_schema_is_left_alone_reported_and_not_used(store: Sto
     assert store.path("f").read_text() == NEWER
 
 
-def test_an_unreadable_file_is_a_miss_reported_once_and_not_overwritten(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_a_miss_and_never_overwritten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("f", "cpu", "k", ENTRY)
     written, real = store.path("f").read_bytes(), os.open
 
@@ -247,20 +245,20 @@ def test_a_lock_held_by_another_for_too_long_is_a_typed_error(store: Store) -> N
     store.put("f", "cpu", "k2", ENTRY)
 
 
-def test_a_dead_writer_delays_nobody_and_its_temporary_file_is_removed(store: Store) -> None:
+def test_a_dead_writer_delays_nobody_and_leaves_no_file(store: Store) -> None:
     stale = announcement(store, host=Owner.this_process().host, pid=dead_pid())
     store.put("f", "cpu", "k", ENTRY)
     assert not stale.exists()
 
 
-def test_a_reused_process_number_is_not_taken_for_the_dead_writer(store: Store) -> None:
+def test_a_reused_process_number_is_not_the_dead_writer(store: Store) -> None:
     stale = announcement(store, host=Owner.this_process().host, pid=os.getpid(), started=1)
     store.put("f", "cpu", "k", ENTRY)
     assert not stale.exists()
 
 
 @pytest.mark.parametrize("hours", [-1, 0, 1])
-def test_another_hosts_writer_is_waited_for_until_it_was_long_seen(
+def test_another_hosts_writer_is_removed_after_half_a_minute(
     store: Store, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     other = announcement(store, host="0123456789ab", pid=1)
@@ -282,9 +280,7 @@ def test_a_live_writer_of_this_host_is_waited_for(store: Store) -> None:
     assert not other.exists()
 
 
-def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_taken_for_dead_starts_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     rival = Store(store.directory, lock_timeout_s=20)
     real_fsync, slept = os.fsync, []
 
@@ -292,7 +288,7 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         real_fsync(fd)
         if not slept:
             slept.append(True)
-            # Meanwhile a writer without working locks withdraws our announcement and writes.
+            # Now a writer without working locks withdraws our announcement and writes.
             monkeypatch.setattr("quarantune.cache.store.side_lock", lambda *_: contextlib.nullcontext())
             (announced,) = store.directory.glob(".f.json.*.tmp")
             announced.unlink()
@@ -406,7 +402,7 @@ def mounted_tmpfs(directory: Path, options: str) -> Iterator[Callable[[str], Non
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_a_full_disk_keeps_the_old_file_and_names_the_unsaved_result(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_file_and_names_the_result(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", "size=64k"):
         store = Store(tmp_path / "small", lock_timeout_s=5)
         store.put("f", "cpu", "k", ENTRY)
@@ -434,7 +430,7 @@ def test_a_read_only_filesystem_is_read_and_not_written(tmp_path: Path) -> None:
             assert store.read("damaged") == {}
 
 
-def test_a_file_size_limit_is_a_typed_error_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_a_file_size_limit_raises_and_keeps_the_old_file(tmp_path: Path) -> None:
     script = """
 import resource, signal, sys
 from pathlib import Path
@@ -454,7 +450,7 @@ except CacheWriteError as error:
     assert said.endswith("['k'] 0\n")
 
 
-def test_a_file_in_place_of_the_directory_is_a_miss_and_a_typed_error(tmp_path: Path) -> None:
+def test_a_file_in_the_directorys_place_misses_and_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for store in (Store(tmp_path / "file"), Store(tmp_path / "file" / "below")):
         assert store.get("f", "cpu", "k") is None
@@ -506,10 +502,10 @@ def test_without_flock_writers_keep_apart_by_their_announcements(
 
 @pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("is_newer", [False, True])
-def test_a_file_that_is_cut_while_it_has_its_name_is_no_damage(
+def test_a_file_cut_under_its_name_is_not_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, has_links: bool, is_newer: bool
 ) -> None:
-    # As on a network filesystem, where the machine knows the size of the file that another host has replaced.
+    # A network filesystem may give the size of a file that another host has already replaced.
     store.put("f", "cpu", "k", ENTRY)
     if is_newer:
         store.path("f").write_text(NEWER)
@@ -603,7 +599,7 @@ def test_a_warning_made_an_error_leaves_the_store_usable(store: Store) -> None:
     assert store.get("f", "cpu", "k") == STORED
 
 
-def test_a_lock_timeout_of_zero_saves_what_nobody_else_is_writing(tmp_path: Path) -> None:
+def test_a_lock_timeout_of_zero_saves_if_nobody_else_writes(tmp_path: Path) -> None:
     store = Store(tmp_path, lock_timeout_s=0)
     store.put("f", "cpu", "k", ENTRY)
     assert store.get("f", "cpu", "k") is not None

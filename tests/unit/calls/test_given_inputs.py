@@ -1,4 +1,4 @@
-"""`set_autotune_inputs`: numbers stand for arrays without dimensions, and concrete arrays for symbolic shapes."""
+"""`set_autotune_inputs` accepts numbers for arrays without dimensions and concrete arrays for symbolic shapes."""
 
 from __future__ import annotations
 

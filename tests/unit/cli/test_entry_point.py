@@ -1,4 +1,4 @@
-"""The command line: good and bad input for every command, in this process; the slow tests start programs."""
+"""Every command does its work on good input, and names the fix for bad input; slow tests start programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process; returns its exit code and what it wrote to stdout and stderr."""
+    """Runs a command in this process; returns its exit code, its stdout and its stderr."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run_it(*words: object) -> tuple[int, str, str]:
@@ -90,7 +90,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a module into the working directory, and returns its name, which no other test uses."""
+    """Writes a module into the working directory and returns its name, unique to the test."""
     name = f"kernels_{abs(hash(tmp_path))}"
     directory = tmp_path / "work"
     directory.mkdir()
@@ -242,7 +242,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
     ],
 )
 @pytest.mark.usefixtures("filled", "cpu_only", "no_process")
-def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
+def test_bad_input_exits_with_2_and_one_line_with_the_fix(
     words: str, fix: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "h100" in words:
@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_read_is_named_with_the_fix(run: Run, cache_dir: 
     def refuse(path: object) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
+    monkeypatch.setattr(os, "scandir", refuse)  # root ignores the modes of files
     code, _, err = run("cache", "list")
     assert code == 2
     assert is_one_line_about(err, "cannot be read (Permission denied): make it readable, or give another one")
@@ -289,7 +289,7 @@ def test_tuning_without_a_cache_is_refused(run: Run, kernels: str, monkeypatch: 
     assert is_one_line_about(err, "QUARANTUNE_DISABLE_CACHE is set", "unset it")
 
 
-def test_a_file_is_not_taken_for_another_module_of_its_name(run: Run, tmp_path: Path) -> None:
+def test_a_file_is_not_mistaken_for_a_module_of_its_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text(KERNELS)
     (tmp_path / "my-kernels.py").write_text(KERNELS)
     code, _, err = run("tune", f"{tmp_path / 'json.py'}:scale", "--args", "f32[8] f32[8]")
@@ -329,9 +329,9 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         assert (code, err) == (0, "")
         assert out.startswith(f"usage: {parser.prog}")
         assert max(map(len, out.splitlines())) <= 100
-        if (handler := parser.get_default("run")) and handler != "help:help":  # which shows the help of another
+        if (handler := parser.get_default("run")) and handler != "help:help":  # `help` shows another command's help
             handlers.add(handler)
-    assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse breaks none of these lines
+    assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse does not wrap these lines
     assert len(handlers) == 16
     for handler in handlers:
         module, _, name = handler.partition(":")
@@ -347,7 +347,7 @@ def test_the_installed_program_is_this_one() -> None:
 # --- the cache ----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_cache_is_no_error(run: Run, cache_dir: Path) -> None:
+def test_an_empty_cache_is_not_an_error(run: Run, cache_dir: Path) -> None:
     assert run("cache", "path") == (0, f"{cache_dir}\n", "")
     assert run("cache", "list") == (0, f"nothing is cached in {str(cache_dir)!r}\n", "")
     assert run("cache", "list", "--json") == (0, "[]\n", "")
@@ -389,7 +389,7 @@ def test_results_are_listed_by_function_device_and_call(run: Run, monkeypatch: p
 
 
 @pytest.mark.usefixtures("filled")
-def test_all_about_a_result_is_shown(run: Run, filled: Store) -> None:
+def test_a_result_is_shown_in_full(run: Run, filled: Store) -> None:
     code, out, _ = run("cache", "show", "kernels.norm")
     assert code == 0
     assert out.startswith("kernels.norm(x bf16[3,8])\n  device")
@@ -456,7 +456,7 @@ def test_damage_is_found_and_named(run: Run, filled: Store) -> None:
     assert filled.path("kernels.norm").read_text() == "{"
 
 
-def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, filled: Store) -> None:
+def test_old_results_are_pruned_with_their_trials(run: Run, filled: Store) -> None:
     for key in ("a", "unfinished"):
         Journal(filled.directory, "kernels.scale", "H200", key).append({"trial": key})
     journals = sorted((filled.directory / "kernels.scale.trials").iterdir())
@@ -502,11 +502,11 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
     code, out, err = run("cache", "prune", "--older-than", "30d", "--dry-run")
     assert code == 0
     assert out.endswith("3 results would be removed\n")
-    assert err == "", "a file of another program is no damage"
+    assert err == "", "a file of another program is not damage"
     assert sorted(os.listdir(filled.directory)) == before
 
 
-def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_renewed_during_pruning_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarantune.cache import entries
 
     read, looked, renewed = Store.read, filled.read, list[str]()
@@ -530,9 +530,9 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkey
 
 @pytest.mark.parametrize("words", ["cache show", "--help", "help cache", "--version"])
 @pytest.mark.usefixtures("filled")
-def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+def test_a_reader_that_leaves_early_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
-    os.close(reader)  # it has left before the first line
+    os.close(reader)  # the reader leaves before the first line
     command = [sys.executable, "-m", "quarantune", *words.split()]
     environ = child_environ(PYTHONUNBUFFERED="")
     with os.fdopen(writer, "wb") as out:
@@ -563,7 +563,7 @@ def test_output_that_cannot_be_written_is_one_line_and_code_1(redirections: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("redirections", ["2>/dev/full", "2>&-", "<&- 2>&-"])
 @pytest.mark.usefixtures("filled")
-def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redirections: str) -> None:
+def test_unwritable_messages_leave_output_and_code_alone(redirections: str) -> None:
     for words, code in (("cache list", 0), *WRONG):
         done = under_shell(words, redirections)
         assert (done.returncode, "kernels.scale" in done.stdout) == (code, code == 0), (words, done.stdout)
@@ -571,7 +571,7 @@ def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redir
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_all_calls_are_tuned_and_saved_although_the_output_cannot_be_written(run: Run, kernels: str) -> None:
+def test_all_calls_are_tuned_though_the_output_is_unwritable(run: Run, kernels: str) -> None:
     Path("calls.txt").write_bytes(b"\xef\xbb\xbff32[8] f32[8]\r\nf32[16] f32[16]\r\n")
     for redirections in (">/dev/full", ">&-"):
         done = under_shell(f"tune {kernels}:scale --shapes calls.txt --force", redirections)
@@ -585,7 +585,7 @@ def test_all_calls_are_tuned_and_saved_although_the_output_cannot_be_written(run
         assert run("cache", "prune", "--older-than", "0s")[0] == 0
 
 
-def test_values_of_enums_are_listed_by_their_names_and_kept_in_json(run: Run, cache_dir: Path) -> None:
+def test_values_of_enums_are_listed_by_name_and_kept_in_json(run: Run, cache_dir: Path) -> None:
     config = {"mode": {"$enum": "Mode.FAST"}, "way": [{"$enum": "Way.UP"}, 2], "type": {"a": {"$dtype": "int8"}}}
     Store(cache_dir).merge("kernels.scale", {"H200": {"a": entry(1, 2) | {"config": config}}})
     shown = 'mode=FAST way=[UP,2] type={"a":int8}'
@@ -594,7 +594,7 @@ def test_values_of_enums_are_listed_by_their_names_and_kept_in_json(run: Run, ca
         assert json.loads(run("cache", command, "--json")[1])[0]["config"] == config
 
 
-def test_a_report_of_a_name_with_a_slash_is_a_file_of_the_working_directory(
+def test_a_slash_in_a_name_keeps_its_report_in_this_directory(
     run: Run, filled: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -616,7 +616,7 @@ def test_calls_are_read_from_files_of_any_editor(text: str, tmp_path: Path, monk
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii"))
     for name in (str(tmp_path / "calls.txt"), "-"):
         assert [call.args[0].shape for call in read_calls(name)] == [(8,), (16,)]
-    assert parse_call("\ufefff32[8]").args[0].shape == (8,)  # as "$(cat FILE)" gives it
+    assert parse_call("\ufefff32[8]").args[0].shape == (8,)  # "$(cat FILE)" gives this
 
 
 def test_keys_are_shown_as_calls(run: Run, cache_dir: Path, tmp_path: Path) -> None:
@@ -642,7 +642,7 @@ def test_help_and_version_are_spelt_in_several_ways(run: Run) -> None:
     assert run("-V") == run("--version")
     assert run("-V")[1].startswith("quarantune ")
     for words in ((), ("tune",), ("check",), ("cache", "list")):
-        assert not re.search(r"docs/|\.md\b|README", run(*words, "--help")[1])  # pip installs no documents
+        assert not re.search(r"docs/|\.md\b|README", run(*words, "--help")[1])  # pip does not install documents
 
 
 def test_terminals_show_colours_and_files_do_not(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,13 +793,13 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
 
     assert re.search(r"\n4 results looked at: \d \w+", run("cache", "verify", f"{file.name}:scale")[1])
     code, out, _ = run("cache", "verify", f"{file.name}:scale", "--json")
-    assert code in (0, 1)  # with two configs that do the same, either may be faster now
+    assert code in (0, 1)  # two configs do the same, so that either may be faster now
     assert {it["kernel_type"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kernels: str) -> None:
+def test_tuners_and_kernel_functions_are_tuned_by_name(run: Run, kernels: str) -> None:
     with Path(f"{kernels}.py").open("a") as file:
         file.write(OTHERS)
     code, out, _ = run("tune", f"{kernels}:layer", "--args", "f32[8] f32[8]", "--json")
@@ -819,7 +819,7 @@ def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kern
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.clients
-@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_calls_are_tuned_on_a_cluster_and_saved_here(run: Run, kernels: str) -> None:
     distributed = pytest.importorskip("distributed")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -914,7 +914,7 @@ def test_the_program_starts_in_time_and_lists_10_000_results(cache_dir: Path, tm
         assert process.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    # The aims are 0.15 and 0.5 s. Four times that is allowed here, as machines that run tests are slow and shared: one
+    # The aims are 0.15 and 0.5 s. The test allows four times as long, because test machines are slow and shared: one
     # machine took 0.43 s for the same listing on one day, and 0.83 to 1.5 s on another.
     assert best_of(lambda: cpu_s("cache", "path"), limit=4 * 0.15) <= 4 * 0.15
     assert best_of(lambda: cpu_s("cache", "list"), limit=4 * 0.5) <= 4 * 0.5

@@ -1,4 +1,4 @@
-"""`quarantune run`: one config alone, with everything that it prints."""
+"""`quarantune run` runs one config alone and shows everything it prints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a module into the working directory, and returns its name, which no other test uses."""
+    """Writes a module into the working directory and returns its name, unique to the test."""
     name = f"alone_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def run(kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> Run:
-    """Runs a config of `total`, and checks that nothing is left of it but what it printed."""
+    """Runs a config of `total`, and checks that it leaves no process or file."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(cache_dir.parent / "temporary"))
@@ -103,7 +103,7 @@ def run(kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return run_it
 
 
-def test_a_config_that_works_says_its_time_and_those_that_do_not_say_why(run: Run, kernels: str) -> None:
+def test_configs_that_work_show_a_time_and_others_a_reason(run: Run, kernels: str) -> None:
     code, out, err = run('{"block": 64}')
     assert (code, err) == (0, "")
     assert re.fullmatch(
@@ -119,7 +119,7 @@ def test_a_config_that_works_says_its_time_and_those_that_do_not_say_why(run: Ru
 
 
 @pytest.mark.slow
-def test_a_config_that_takes_its_worker_along_leaves_its_last_words_and_the_next_one_runs(run: Run) -> None:
+def test_a_config_that_kills_its_worker_leaves_its_last_words(run: Run) -> None:
     code, out, _ = run('{"block": 2}')
     assert code == 1
     assert out.startswith("tracing 2 PLAIN False\nthe last words\n")
@@ -128,7 +128,7 @@ def test_a_config_that_takes_its_worker_along_leaves_its_last_words_and_the_next
 
 
 @pytest.mark.slow
-def test_a_config_that_never_ends_is_ended_and_its_stack_is_shown(run: Run) -> None:
+def test_an_endless_config_is_ended_with_its_stack_shown(run: Run) -> None:
     from quarantune import settings
 
     deadline = deadline_s(2.0)
@@ -140,7 +140,7 @@ def test_a_config_that_never_ends_is_ended_and_its_stack_is_shown(run: Run) -> N
 
 
 @pytest.mark.slow
-def test_the_log_is_not_shortened_and_json_has_it_too(run: Run) -> None:
+def test_the_log_is_whole_in_text_and_json(run: Run) -> None:
     code, out, err = run('{"block": 4}', "--json")
     found = json.loads(out)
     assert (code, err, found["outcome"], found["phase"]) == (1, "", "wrong", "check")
@@ -152,7 +152,7 @@ def test_the_log_is_not_shortened_and_json_has_it_too(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_value_of_an_enum_is_written_as_tables_in_json_write_it(run: Run, kernels: str) -> None:
+def test_a_value_of_an_enum_is_written_as_in_json_tables(run: Run, kernels: str) -> None:
     from quarantune.values.codec import as_json as encode
 
     sys.path.insert(0, os.getcwd())
@@ -174,7 +174,7 @@ def test_a_value_of_an_enum_is_written_as_tables_in_json_write_it(run: Run, kern
     ],
 )
 @pytest.mark.usefixtures("no_process")
-def test_a_config_that_cannot_be_run_is_refused_before_anything_runs(
+def test_a_config_that_cannot_run_is_refused_before_any_run(
     config: str, words: tuple[str, ...], fix: str, run: Run, kernels: str
 ) -> None:
     code, out, err = run(config, *(word.replace("K", kernels) for word in words))
@@ -190,14 +190,14 @@ def test_kernels_are_run_by_their_own_names(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_is_another_program_in_workers_is_one_line(run: Run) -> None:
+def test_a_function_that_differs_in_workers_is_one_line(run: Run) -> None:
     code, out, err = run('{"block": 2}', function="differs")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "workers run another program than this process" in err
 
 
 @pytest.mark.slow
-def test_defaults_that_fail_are_told_beside_a_config_that_works(run: Run, kernels: str) -> None:
+def test_failing_defaults_are_shown_with_a_working_config(run: Run, kernels: str) -> None:
     text = Path(f"{kernels}.py").read_text()
     Path(f"{kernels}.py").write_text(text.replace("negate=False, block: int = 8", "negate=False, block: int = 24"))
     code, out, _ = run('{"block": 8}')
@@ -218,7 +218,7 @@ def test_tuning_shows_the_command_that_repeats_a_failure(
 
 
 @pytest.mark.slow
-def test_tuning_kernels_in_their_context_names_no_command_that_would_be_refused(
+def test_contextual_tuning_names_no_command_that_is_refused(
     kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,4 +1,4 @@
-"""Devices are selected by the operator's setting and shown to workers through the platform's visibility variable."""
+"""The operator's setting selects devices, and the platform's visibility variable shows them to workers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_devices_have_the_names_of_the_visibility_variable(
 
 
 def hip_sees(environ: dict[str, str], there: int = 8) -> list[str]:
-    """Returns the devices that HIP shows a process: a choice from those that the runtime below it, ROCr, leaves."""
+    """Returns the devices HIP shows a process; HIP chooses among those the lower runtime, ROCr, leaves."""
     left = [name for name in environ.get("ROCR_VISIBLE_DEVICES", "").split(",") if name] or list(map(str, range(there)))
     listed = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or ""
     seen = []
     for name in (name.strip() for name in listed.split(",") if name):
         if name not in left and not (name.isdigit() and int(name) < len(left)):
-            break  # the rest counts no more
+            break  # entries after it do not count
         seen.append(name if name.startswith("GPU-") else left[int(name)])
     return seen if listed else left
 
@@ -72,9 +72,7 @@ def hip_sees(environ: dict[str, str], there: int = 8) -> list[str]:
         ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "GPU-b,GPU-a"}, ["GPU-b", "GPU-a"]),
     ],
 )
-def test_a_worker_sees_the_amd_device_that_it_shall_whatever_the_caller_has_set(
-    environ: dict[str, str], meant: list[str]
-) -> None:
+def test_a_worker_sees_its_amd_device_whatever_the_caller_set(environ: dict[str, str], meant: list[str]) -> None:
     assert hip_sees(environ) == meant
     devices = visible_devices(probed(len(meant), "rocm"), environ=environ, allowed=None)
     assert [hip_sees(environ | device.environ) for device in devices] == [[name] for name in meant]
@@ -91,7 +89,7 @@ def test_each_device_keeps_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5", "²"])
-def test_a_missing_device_is_refused_and_the_existing_ones_are_listed(name: str) -> None:
+def test_a_missing_device_is_refused_with_a_list_of_devices(name: str) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "5,3,1"}
     with pytest.raises(ValueError, match="QUARANTUNE_DEVICES") as caught:
         visible_devices(probed(3), environ=environ, allowed=["0", name])
@@ -116,7 +114,7 @@ def test_a_machine_without_accelerators_is_one_device(probes: list[CompileTarget
     ],
     ids=["cuda", "the caller decides", "cpu"],
 )
-def test_a_cuda_worker_requests_one_hardware_queue_unless_configured(
+def test_a_cuda_worker_asks_for_one_queue_unless_configured(
     platform: str, environ: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert cheap_context(platform, environ) == expected

@@ -64,7 +64,7 @@ print("in", os.getpid())
 """
 
 
-def test_plugins_are_loaded_once_for_all_forks_without_touching_a_device(tmp_path: Path) -> None:
+def test_plugins_load_once_for_all_forks_and_touch_no_device(tmp_path: Path) -> None:
     plugin = tmp_path / "jax_plugins" / "noting"
     plugin.mkdir(parents=True)
     notes = "os.getpid(), os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK']"

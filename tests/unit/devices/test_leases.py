@@ -81,7 +81,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_lease_has_one_holder_at_a_time(device: Device) -> None:
     first, second = Lease(device), Lease(device)
     assert first.acquire(0.0)
-    assert first.acquire(1.0), "a holder may ask again"
+    assert first.acquire(1.0), "a holder may acquire again"
     assert not second.acquire(1.0)
     first.release()
     assert second.acquire(1.1)
@@ -103,7 +103,7 @@ def test_leases_on_different_devices_are_independent(device: Device) -> None:
 def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
     busy, waiting = Lease(device), Lease(device)
     turns = []
-    for step in range(60):  # both ask 20 times a second, and the busy one asks first and measures for one step
+    for step in range(60):  # both ask 20 times a second; the busy tuner asks first and measures for one step
         now = 0.05 * step
         if busy.acquire(now):
             turns.append("busy")
@@ -115,19 +115,17 @@ def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
     assert turns.count("waiting") >= 10
 
 
-def test_a_tuner_that_always_has_something_to_measure_gives_waiting_ones_their_turns(
-    device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_tuner_gives_waiting_tuners_their_turns(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     tuners = [Lease(device) for _ in range(3)]
     turns = []
-    for step in range(4000):  # each asks 20 times a second, and never releases the lease by itself
+    for step in range(4000):  # each asks 20 times a second and never calls `release`
         for number, tuner in enumerate(tuners):
             if tuner.acquire(0.05 * step) and turns[-1:] != [number]:
                 turns.append(number)
     for tuner in tuners:
         tuner.release()
     assert min(turns.count(number) for number in range(3)) >= 8
-    assert len(turns) < 50, "a turn takes seconds"
+    assert len(turns) < 50, "a turn lasts seconds"
     assert not caplog.messages
 
 
@@ -140,20 +138,20 @@ def test_a_released_lease_goes_to_the_waiting_tuner_first(device: Device) -> Non
     assert waiting.acquire(5.05)
     assert not busy.acquire(5.2)
     waiting.release()
-    assert not waiting.acquire(6.0), "the busy one waits now"
+    assert not waiting.acquire(6.0), "the busy tuner waits"
     assert busy.acquire(6.05)
     busy.release()
     waiting.release()
 
 
-def test_a_lease_that_nobody_waits_for_can_be_taken_again_at_once(device: Device) -> None:
+def test_a_lease_nobody_waits_for_can_be_taken_again_at_once(device: Device) -> None:
     lease = Lease(device)
     for step in range(3):
         assert lease.acquire(step * 0.001)
         lease.release()
 
 
-def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
+def test_a_stuck_holder_is_passed_after_a_minute_with_a_warning(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck, patient = Lease(device), Lease(device)
@@ -166,10 +164,10 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
         f"another tuner has held {device.name} for over 60 s; measuring at the same time"
     ]
     patient.release()
-    assert patient.acquire(61.0), "a sweep waits only once"
+    assert patient.acquire(61.0), "a sweep waits once"
     patient.release()
     other = Lease(device)
-    assert not other.acquire(61.0), "another sweep waits anew"
+    assert not other.acquire(61.0), "another sweep waits again"
     other.release()
     stuck.release()
     assert patient.acquire(61.2)
@@ -274,7 +272,7 @@ def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) ->
 
 
 @pytest.mark.parametrize("user", ["the same", "65534"])
-def test_a_holder_that_is_no_tuner_of_this_user_is_passed_over(
+def test_a_holder_that_is_not_this_users_tuner_is_passed_over(
     user: str, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     if user != "the same" and os.geteuid() != 0:
@@ -322,7 +320,7 @@ def test_a_lease_of_another_thread_is_waited_for(device: Device) -> None:
         lease.release()
 
 
-def test_a_sweep_started_from_a_progress_callback_does_not_wait_for_itself() -> None:
+def test_a_sweep_in_a_progress_callback_does_not_block_itself() -> None:
     took_s: list[float] = []
 
     @quarantune.autotune({"n": [1, 2]}, rep=1, name="inner")

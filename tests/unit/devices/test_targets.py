@@ -1,4 +1,4 @@
-"""Devices by name that need not be here, and their descriptions in the package and in cache directories."""
+"""Targets are found by name without the device, with descriptions in the package and in cache directories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_de
 
 
 @pytest.mark.parametrize("name", ["TPU v5e", "v5e", "tpu V5E", "TPU v5 lite", "tpu-v5e"])
-def test_a_tpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
+def test_a_tpu_is_found_by_its_name_and_jaxs_name(name: str) -> None:
     found = targets.find(name)
     assert (found.name, found.platform, found.device_kind, found.topology) == (
         "TPU v5e",
@@ -40,7 +40,7 @@ def test_no_two_targets_have_the_same_short_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "h100", "Nvidia h100", "NVIDIA H100 80GB HBM3"])
-def test_a_gpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
+def test_a_gpu_is_found_by_its_name_and_jaxs_name(name: str) -> None:
     found = targets.find(name)
     assert (found.name, found.platform, found.num_cores) == ("NVIDIA H100", "cuda", 132)
     assert targets.find(found) is found
@@ -79,7 +79,7 @@ def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch
     (file,) = (cache_dir / "targets").iterdir()
     before = file.stat().st_mtime_ns, file.stat().st_ino
     targets.remember(seen, blocks.current())
-    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "it is not written again"
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "the description is not written again"
     found = targets.find("l4")
     assert found.for_compiling == seen
     assert found.origin == f"read from NVIDIA L4 by JAX {jax.__version__}"
@@ -114,7 +114,7 @@ def test_the_devices_of_this_machine_are_listed_first(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("target", "extra"), [("v5e", r"quarantune\[tpu\]"), ("H100", r"quarantune\[cuda-compile\]")])
-def test_a_missing_compiler_names_the_extra_that_has_it(
+def test_a_missing_compiler_names_the_extra_that_installs_it(
     target: str, extra: str, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
@@ -149,7 +149,7 @@ def fails_in_xla(status: str) -> None:
     raise jax.errors.JaxRuntimeError(status)
 
 
-def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
+def test_exceptions_have_a_place_per_line_and_status_of_xla() -> None:
     def place(act: Callable[..., None], *args: str) -> str:
         error = caught(functools.partial(act, *args))
         return place_of(error, str(error), "compile")

@@ -107,7 +107,7 @@ def test_without_jit_a_numpy_array_counts_by_its_own_dtype(dtypes: tuple[str, st
     assert _plainly(jax.ShapeDtypeStruct((3,), np.float64)) == _plainly(jnp.zeros(3))
 
 
-def test_without_jit_values_beside_arrays_count_by_value() -> None:
+def test_without_jit_values_other_than_arrays_count_by_value() -> None:
     a = np.ones(3)
     calls: list[Any] = [5, 6, 5.5, True, "5", None]
     assert len({_plainly(a, call) for call in calls}) == len(calls)
@@ -163,7 +163,7 @@ class _Node:
         return cls(children[0], data)
 
 
-def test_static_data_of_a_pytree_class_counts_without_its_address() -> None:
+def test_static_data_of_a_pytree_counts_without_its_address() -> None:
     described = json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
     assert described == json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
     assert " at 0x" not in described
@@ -176,7 +176,7 @@ class _Hiding:
     hidden: int = dataclasses.field(repr=False)
 
 
-def test_static_data_of_a_pytree_class_counts_even_if_its_repr_hides_it() -> None:
+def test_static_data_of_a_pytree_counts_though_its_repr_hides_it() -> None:
     a = jnp.ones(3)
     assert _values(_Node(a, _Hiding(1, 2))) == _values(_Node(a, _Hiding(1, 2)))
     assert _values(_Node(a, _Hiding(1, 2))) != _values(_Node(a, _Hiding(1, 3)))
@@ -188,7 +188,7 @@ def test_structures_of_containers_are_described_by_their_repr() -> None:
     assert _values(tree)["a"]["structure"] == str(jax.tree.structure(tree))
 
 
-def test_static_data_without_fields_or_a_pickle_counts_by_its_repr() -> None:
+def test_static_data_without_fields_counts_by_its_repr() -> None:
     class Named:
         def __init__(self, name: str) -> None:
             self.name, self.lock = name, threading.Lock()
@@ -211,7 +211,7 @@ def test_var_arguments_are_described() -> None:
     assert values(a, scale=b) != values(a, shift=b)
 
 
-def test_a_keyword_with_the_name_of_a_positional_parameter_does_not_hide_it() -> None:
+def test_a_keyword_does_not_hide_a_positional_of_its_name() -> None:
     def kernel(x: Any, /, *rest: Any, **options: Any) -> None: ...
 
     def values(*args: Any, **kwargs: Any) -> Any:
@@ -324,7 +324,7 @@ def _adder(n: int) -> Callable[[int], int]:
 
 
 def _wrapping(fn: Callable[..., Any], factor: int) -> Callable[..., Any]:
-    lock = threading.Lock()  # it cannot be described
+    lock = threading.Lock()  # a lock has no description
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:
@@ -435,7 +435,7 @@ DIFFERENT = {
 }
 
 
-def test_how_arrays_of_a_plain_callable_lie_in_memory_counts() -> None:
+def test_a_plain_callables_memory_order_counts() -> None:
     square = np.zeros((4, 4))
     frozen = np.zeros((4, 4))
     frozen.flags.writeable = False
@@ -457,7 +457,7 @@ def test_different_static_values_have_different_descriptions(name: str) -> None:
     assert first != second
 
 
-def test_a_cached_property_does_not_change_an_objects_description() -> None:
+def test_a_cached_property_does_not_change_a_description() -> None:
     plain, used = _Plain(3), _Plain(3)
     assert used.area == 9
     assert describe.describe_static(used) == describe.describe_static(plain)
@@ -538,7 +538,7 @@ print(json.dumps(found))
 """
 
 
-def test_sharding_counts_if_it_is_explicit_or_over_several_devices(tmp_path: Path) -> None:
+def test_sharding_counts_if_explicit_or_over_several_devices(tmp_path: Path) -> None:
     path = tmp_path / "sharded.py"
     path.write_text(SHARDED)
     said = python(path, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")

@@ -81,7 +81,7 @@ def parts_that_differ(directory: Path, old: str, new: str, *, source: str = BASE
         ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
     ],
 )
-def test_edits_that_do_not_change_the_result_keep_the_fingerprint(tmp_path: Path, old: str, new: str) -> None:
+def test_edits_that_keep_the_result_keep_the_fingerprint(tmp_path: Path, old: str, new: str) -> None:
     assert parts_that_differ(tmp_path, old, new) == []
 
 
@@ -118,9 +118,7 @@ def odd(n):
     assert parts_that_differ(tmp_path, "n != 0", "n > 0", source=source) == ["helper:odd"]
 
 
-def test_an_edit_after_the_import_does_not_change_the_fingerprint(
-    tmp_path: Path,
-) -> None:
+def test_an_edit_after_the_import_keeps_the_fingerprint(tmp_path: Path) -> None:
     scope = load(tmp_path, BASE)
     path = Path(scope["__file__"])
     fresh = load(tmp_path, BASE.replace("inner(x) * BM", "inner(x) - BM"))
@@ -307,7 +305,7 @@ MADE_OF: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", MADE_OF)
-def test_callable_objects_and_methods_count_by_the_fields_of_the_object(name: str) -> None:
+def test_callable_objects_and_methods_count_by_their_fields(name: str) -> None:
     make = MADE_OF[name]
     assert fingerprint(make(1)) == fingerprint(make(1))
     assert fingerprint(make(1)) != fingerprint(make(1000))
@@ -315,7 +313,7 @@ def test_callable_objects_and_methods_count_by_the_fields_of_the_object(name: st
     assert fingerprint(make(Opaque())) == fingerprint(make(Opaque()))
 
 
-def test_a_cached_property_does_not_change_the_fingerprint_of_an_object() -> None:
+def test_a_cached_property_does_not_change_the_fingerprint() -> None:
     plain, used = Scale(1), Scale(1)
     assert used.twice == 2
     assert fingerprint(plain) == fingerprint(used)
@@ -371,7 +369,7 @@ def test_a_builtin_and_a_class_have_a_fingerprint() -> None:
     assert fingerprint(Opaque) != fingerprint(Hostile)
 
 
-def test_options_are_parts_and_functions_among_them_count_by_code() -> None:
+def test_options_are_parts_and_their_functions_count_by_code() -> None:
     def kernel(x: Any) -> Any:
         return x
 
@@ -406,7 +404,7 @@ bound = functools.partial(check, expected=3)
 
 
 @pytest.mark.slow
-def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path) -> None:
+def test_a_fingerprint_is_equal_in_all_processes_and_places(tmp_path: Path) -> None:
     module = textwrap.dedent(
         """
         import collections, functools, types
@@ -491,7 +489,7 @@ def test_the_code_of_another_languages_kernel_counts(module: str, held_as: str) 
     assert fingerprint_with(body) != fingerprint_with(other)
 
 
-def test_code_is_described_alike_however_many_threads_describe_it() -> None:
+def test_code_is_described_alike_by_any_number_of_threads() -> None:
     # Python 3.11 raises SystemError in a thread that builds a syntax tree while another one does.
     def switch(*_: object) -> None:
         time.sleep(0)

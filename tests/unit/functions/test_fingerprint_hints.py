@@ -1,4 +1,4 @@
-"""The fingerprint of a function depends on what its code names: not on other fields, on history, seeds or places."""
+"""A function's fingerprint depends on the names in its code, not on other fields, history, seeds or places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _names = (f"hinted_{number}" for number in itertools.count())
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that imports a source as a new module, from a directory of its own."""
+    """Returns a function that imports a source as a new module from its own directory."""
 
     def load_module(source: str, directory: str = "here", name: str = "") -> Any:
         place = tmp_path / directory
@@ -64,7 +64,7 @@ def test_an_object_counts_by_the_fields_that_the_code_names(kind: str, load: Cal
     assert made(1, 1, "print(thing)") != made(1, 2, "print(thing)"), "the object itself is used"
 
 
-def test_what_the_code_writes_while_it_runs_counts_by_its_type(load: Callable[..., Any]) -> None:
+def test_a_value_the_code_writes_counts_by_its_type(load: Callable[..., Any]) -> None:
     module = load(
         """
 memo, count, table = {}, 0, {"a": 1}
@@ -90,19 +90,19 @@ def kernel(x):
     assert digest(module.kernel) == fresh
     module.table["a"] = 2
     changed = digest(module.kernel)
-    assert changed != fresh, "nothing writes to it while it runs"
+    assert changed != fresh, "no call writes to it"
     module.kept.size = 4
     assert digest(module.kernel) != changed
 
 
-def test_without_a_program_to_prove_what_the_code_writes_counts_whole(load: Callable[..., Any]) -> None:
+def test_without_a_program_everything_the_code_writes_counts(load: Callable[..., Any]) -> None:
     module = load("memo = {}\ndef kernel(x):\n    memo[x] = x\n    return memo[x]\n")
     fresh = fingerprint(module.kernel).digest
     module.kernel(5)
     assert fingerprint(module.kernel).digest != fresh
 
 
-def test_a_path_in_the_checkout_counts_as_it_lies_from_the_module(load: Callable[..., Any]) -> None:
+def test_a_path_in_the_checkout_counts_relative_to_the_module(load: Callable[..., Any]) -> None:
     source = (
         "HERE = Path(__file__).parent\nDATA, AWAY = HERE / 'data', Path('/elsewhere')\ndef kernel(x): return HERE, {}\n"
     )
@@ -141,7 +141,7 @@ def test_a_large_table_takes_little_time_and_counts_whole(make: str, load: Calla
     )
     began = time.process_time()
     before = digest(module.kernel)
-    assert time.process_time() - began < 1.5  # describing each part took 5 s
+    assert time.process_time() - began < 1.5  # describing each part alone took 5 s
     module.TABLE["token 7" if isinstance(module.TABLE, dict) else 7] = -1
     assert digest(module.kernel) != before
 

@@ -285,7 +285,7 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("chooses", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
     ],
 )
-def test_an_edit_of_code_that_a_function_reaches_changes_its_part(
+def test_an_edit_of_code_a_function_reaches_changes_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str, part: str
 ) -> None:
     assert change(tmp_path, name, monkeypatch, module, old, new) == [part]
@@ -314,9 +314,7 @@ def test_rules_of_libraries_do_not_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert not any(part.startswith("rule:") for part in fingerprint_of(tmp_path, "library", monkeypatch).parts)
 
 
-def test_the_code_of_installed_packages_counts_by_its_version_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_packages_count_by_their_version_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site-packages"
     package.mkdir()
     found = []
@@ -336,9 +334,7 @@ def test_the_code_of_installed_packages_counts_by_its_version_alone(
     assert found[0] == found[1]
 
 
-def test_helpers_that_call_each_other_over_two_modules_end_the_walk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helpers_over_two_modules_end_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = "import kernels\ndef deepest(x):\n    return kernels.body(x) if x else kernels.helper(x)\n"
     assert "global:deep.deepest" in fingerprint_of(tmp_path, "attribute", monkeypatch, deep=one).parts
 
@@ -427,9 +423,7 @@ def test_the_users_functions_that_libraries_hold_count(
     monkeypatch.delitem(sys.modules, "a_library_of_layers")
 
 
-def test_a_rule_that_a_library_makes_counts_with_the_values_it_was_made_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_librarys_rule_counts_with_the_values_it_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site-packages"
     package.mkdir()
     source = "def below(limit):\n    def rule(config, *_):\n        return config['n'] < limit\n    return rule\n"

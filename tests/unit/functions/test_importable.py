@@ -1,4 +1,4 @@
-"""Which modules count as edited since they were imported, and which files as those of installed packages."""
+"""Modules edited after their import are found, and files of installed packages are recognised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Imports = Callable[[str, str], types.ModuleType]
 
 @pytest.fixture
 def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Imports]:
-    """Writes a module into an empty directory on the path, and imports it until the test has ended."""
+    """Writes a module into an empty directory on the path, and imports it for the duration of the test."""
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.syspath_prepend(str(place))
@@ -66,9 +66,7 @@ def test_a_module_with_edited_code_is_found(imports: Imports, old: str, new: str
     assert importable.leads_to_edited("edited_later") is edited
 
 
-def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_import_each_other_are_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there.py").write_text("")
     for number in range(3000):
         module: Any = types.ModuleType(f"chained_{number}")
@@ -79,9 +77,7 @@ def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
     assert importable.leads_to_edited("chained_0")
 
 
-def test_a_module_is_looked_at_once_for_all_questions_of_one_moment(
-    imports: Imports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_looked_at_once_at_one_moment(imports: Imports, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["asked_0", "asked_1", "asked_2", "asked_3"]
     for number, name in enumerate(names):
         imports(name, "".join(f"import {earlier}\n" for earlier in names[:number]))
@@ -94,7 +90,7 @@ def test_a_module_is_looked_at_once_for_all_questions_of_one_moment(
     assert len(looked) == len(set(looked))
 
 
-def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Imports) -> None:
+def test_objects_that_pose_as_modules_are_not_edited(imports: Imports) -> None:
     class Operators(types.ModuleType):
         __file__ = "_operators.py"
 
@@ -123,7 +119,7 @@ spec.loader.exec_module(optional)
 class Connected:
     @property
     def __class__(self):
-        raise RuntimeError("there is no connection")
+        raise RuntimeError("the connection failed")
 
     __module__ = __class__
 
@@ -131,7 +127,7 @@ connection = Connected()
 """
 
 
-def test_objects_that_fail_at_their_first_use_are_left_alone(imports: Imports) -> None:
+def test_objects_that_fail_on_first_use_are_left_alone(imports: Imports) -> None:
     imports("uses_optional", LAZY + SOURCE)
     try:
         assert not importable.leads_to_edited("uses_optional")
@@ -181,12 +177,12 @@ def test_a_module_that_an_import_hook_changes_is_not_edited(
     assert python(script) == "2 False\n"
 
 
-def test_a_module_of_a_package_that_only_this_program_has_made_cannot_be_imported(imports: Imports) -> None:
+def test_a_package_made_by_this_program_cannot_be_imported(imports: Imports) -> None:
     module = imports("of_made_up", SOURCE)
     assert module.__file__ is not None
     package: Any = types.ModuleType("made_up")
     sys.modules["made_up"] = package
-    package.__path__ = [str(Path(module.__file__).parent)]  # as pytest does with --import-mode=importlib
+    package.__path__ = [str(Path(module.__file__).parent)]  # like pytest's --import-mode=importlib
     importlib.import_module("made_up.of_made_up")
     try:
         assert not importable.can_import("made_up.of_made_up")
@@ -228,11 +224,11 @@ def install(kind):
         sys.path_hooks.insert(0, suffix_hook)
         sys.path.append(str(file.parent))
         file.rename(file.with_suffix(".other"))
-    elif kind in ("specification", "beside a directory"):
+    elif kind in ("specification", "next to a directory"):
         spec = spec_of("secret", file)
         sys.modules["secret"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["secret"])
-        if kind == "beside a directory":
+        if kind == "next to a directory":
             Path(__file__).with_name("secret").mkdir()
     elif kind == "no path any more":
         sys.path.insert(0, str(file.parent))
@@ -270,7 +266,7 @@ if sys.argv[2:]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """Writes a program with a module that only its own finders find, and returns its file."""
+    """Writes a program with a module that only the program's finders find, and returns its file."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "secret.py").write_text(SECRET)
     (tmp_path / "finders.py").write_text(FINDERS)
@@ -278,11 +274,11 @@ def secret(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-KINDS = ["finder", "finder object", "directory", "suffix", "specification", "beside a directory", "no path any more"]
+KINDS = ["finder", "finder object", "directory", "suffix", "specification", "next to a directory", "no path any more"]
 
 
 LONG = ("finder object", "directory", "suffix")
-"""Kinds that differ from another one only in the finder; only a release needs them."""
+"""Kinds whose only difference is the finder; only a release needs them."""
 
 
 @pytest.mark.parametrize(
@@ -292,11 +288,11 @@ LONG = ("finder object", "directory", "suffix")
         *(pytest.param(kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow) for kind in KINDS[1:]),
     ],
 )
-def test_a_function_of_a_module_that_only_this_program_finds_is_tuned(kind: str, secret: Path) -> None:
+def test_a_function_of_a_module_found_only_here_is_tuned(kind: str, secret: Path) -> None:
     assert python(secret, kind, "tune", QUARANTUNE_CACHE_DIR=str(secret.parent / "cache")).split() == ["False", "2"]
 
 
-def test_a_module_that_a_finder_of_startup_files_finds_can_be_imported(secret: Path) -> None:
+def test_a_module_found_by_startup_files_can_be_imported(secret: Path) -> None:
     (secret.parent / "sitecustomize.py").write_text("import finders\nfinders.install('finder object')")
     assert python(secret, "none", path=[secret.parent]) == "True\n"
 
@@ -324,17 +320,15 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     packages.is_installed.cache_clear()
     found = [is_library("their_kernels"), packages.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
-    assert not is_library("own_kernels"), "a file of one's own beside installed packages"
+    assert not is_library("own_kernels"), "the user's file is next to installed packages"
 
 
-def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_without_a_file_belongs_to_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    monkeypatch.syspath_prepend("")  # as for `python -c` and in an interactive session
+    monkeypatch.syspath_prepend("")  # `python -c` and interactive sessions have this entry
     packages.is_installed.cache_clear()
     assert not packages.is_installed("<string>")
     assert packages.is_installed(pytest.__file__)

@@ -1,3 +1,5 @@
+"""Cores, memory and processes of a machine are read within the limits of its cgroups."""
+
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +35,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A child process with a child of its own; both end when the pipe to the inner one closes."""
+    """A process with a child; both end when the pipe to the child closes."""
     inner = "import sys; print('up', flush=True); sys.stdin.read()"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -217,14 +219,14 @@ def test_memory_that_a_process_touches_is_its_private_memory() -> None:
 def test_children_and_grandchildren_are_found(child: subprocess.Popen[bytes]) -> None:
     found = machine.descendants(child.pid)
     assert len(found) == 1
-    # This process may have children of its own, such as the template another test started.
+    # This process may have other children, such as the template of another test.
     assert child.pid in machine.children(os.getpid())
     assert found[0] not in machine.children(os.getpid())
     assert {child.pid, found[0]} <= set(machine.descendants(os.getpid()))
     assert machine.resident_bytes(found[0])[0] > 0
 
 
-def test_children_are_found_on_a_kernel_without_the_children_files(
+def test_children_are_found_without_the_kernels_children_files(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = machine.descendants(child.pid)
@@ -239,13 +241,13 @@ def test_a_process_that_is_gone_has_no_memory_and_no_children() -> None:
 
 
 def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "psutil", None)  # importing it raises from here on
+    monkeypatch.setitem(sys.modules, "psutil", None)  # importing psutil raises from here on
     assert machine.resident_bytes(os.getpid())[0] > 0
     assert os.getpid() in machine.descendants(os.getppid())
     assert machine.available_memory_bytes() > 0
 
 
-def test_variables_are_given_for_a_block_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_for_a_block_and_then_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QT_THERE", "old")
     monkeypatch.delenv("QT_MISSING", raising=False)
     with contextlib.suppress(ArithmeticError), environment_variables({"QT_THERE": "new", "QT_MISSING": "1"}):

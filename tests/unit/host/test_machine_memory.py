@@ -1,4 +1,4 @@
-"""The memory of processes: shared memory counts, pages that forks share count once, files of others do not count."""
+"""A process's memory includes shared memory, counts pages that forks share once, and excludes others' files."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[list[int]]:
-    """Yields the processes of a program that holds 48 MB, that of the program first."""
+    """Yields the processes of a program that holds 48 MB, its main process first."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds
     ) as process:
@@ -128,7 +128,7 @@ def test_shared_memory_of_every_kind_counts_once(kind: str, lines: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed", "mapped_under_an_odd_name"])
-def test_without_permission_to_read_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_files_that_cannot_be_read_count_by_pages(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_stat_mapped", lambda *_: None)
     with holder(kind, SHARED[kind]) as family:
         assert 48 * MB <= machine.shared_bytes(family, since=time.time(), foreign=()) < 52 * MB
@@ -154,12 +154,12 @@ def test_earlier_files_and_those_of_others_do_not_count() -> None:
 def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
     with holder("pool_of_forks", lines=5) as family:
         assert len(family) == 5
-        assert sum(machine.resident_bytes(pid)[0] for pid in family) > 5 * 48 * MB, "each seems to have it"
+        assert sum(machine.resident_bytes(pid)[0] for pid in family) > 5 * 48 * MB, "each process seems to hold it"
         assert 48 * MB < weigh(family) < 2 * 48 * MB
-        assert 48 * MB < weigh(family, limit_bytes=100 * MB, exactly=False) < 2 * 48 * MB, "near the limit, too"
+        assert 48 * MB < weigh(family, limit_bytes=100 * MB, exactly=False) < 2 * 48 * MB, "also near the limit"
 
 
-def test_a_cheap_measurement_keeps_the_shared_memory_of_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cheap_measurement_keeps_the_exact_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set}
     with holder("pool_of_forks", lines=5) as family:
         meter = machine.MemoryMeter()
@@ -169,7 +169,7 @@ def test_a_cheap_measurement_keeps_the_shared_memory_of_the_exact_one(monkeypatc
         assert abs(meter.held_bytes(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
 
 
-def test_fast_growth_of_shared_pages_triggers_an_exact_measurement() -> None:
+def test_fast_growth_of_shared_pages_is_measured_exactly() -> None:
     meter = machine.MemoryMeter()
 
     def look() -> int:

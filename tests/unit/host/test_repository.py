@@ -1,4 +1,4 @@
-"""A result says from which commit of the user's repository it is."""
+"""A result names the commit of the user's repository."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def test_entry_result_and_report_name_the_commit(repository: Path, cache_dir: Pa
         result = tuner.run(np.ones(4, np.float32))
     assert head(repository).startswith(result.commit)
     assert len(result.commit) == 12
-    assert tuner.run(np.ones(4, np.float32)).commit == result.commit, "from the cache, too"
+    assert tuner.run(np.ones(4, np.float32)).commit == result.commit, "a cached result names it"
     assert f"at commit {result.commit}" in repr(result)
     result.report(repository / "report.html")
     assert f'"commit":"{result.commit}"' in (repository / "report.html").read_text()
 
 
-def test_the_commit_is_not_that_of_a_repository_in_the_environment(
+def test_the_environments_repository_does_not_give_the_commit(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     subprocess.run(["git", "-C", str(other), "init", "-q"], check=True)
     expected = head(repository)[:12]
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # a hook of that repository runs this process
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # a hook of that repository may run this process
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
     code_repository._commit.cache_clear()
     assert code_repository.commit_of(loaded(repository / "src" / "kernels.py").scaled) == expected
@@ -80,4 +80,4 @@ def test_without_a_repository_there_is_no_commit(repository: Path, monkeypatch: 
     assert code_repository.commit_of(None) == ""
     installed.rename(repository / "src")
     monkeypatch.setenv("PATH", "")
-    assert code_repository.commit_of(function) == "", "there is no git"
+    assert code_repository.commit_of(function) == "", "git is missing"

@@ -1,4 +1,4 @@
-"""Files in directories where others make names: links are not followed, and no file of another purpose is changed."""
+"""In directories where others make names, no link is followed and no unrelated file is changed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ PLACES = {
     "exported file": ("f.json", export),
 }
 REFUSED = {"lock of the cache file", "lock of the claim", "journal", "exported file"}
-"""The others are replaced, or set aside, or left."""
+"""Kinds whose write fails at a link; all other kinds replace it, set it aside or leave it."""
 FOLDERS = {
     "claims": ("f.trials", claim),
     "journals": ("f.trials", append),
@@ -100,7 +100,7 @@ FOLDERS = {
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A private file outside of the shared directory, which nothing may read, change or remove."""
+    """A private file outside the shared directory; nothing may read, change or remove it."""
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o700)
     for name in ("authorized_keys", problem_file("jsonl").partition("/")[2], "x.failed", "x.tmp"):
@@ -149,7 +149,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(shared: Path, victim: P
         work(shared)
 
 
-def test_a_folder_whose_name_is_a_pattern_does_not_have_trials_of_others_pruned(shared: Path) -> None:
+def test_a_folder_named_like_a_pattern_prunes_no_others_trials(shared: Path) -> None:
     append(shared)
     Store(shared).put(*PROBLEM, ENTRY)
     (shared / "*.trials").mkdir()
@@ -190,7 +190,7 @@ def test_the_mode_of_a_file_that_was_there_before_is_not_changed(shared: Path) -
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_file_in_the_place_of_a_link_is_not_writable_for_others(tmp_path: Path, shares: bool) -> None:
+def test_a_file_in_a_links_place_is_not_writable_for_others(tmp_path: Path, shares: bool) -> None:
     (tmp_path / "result.json").symlink_to("elsewhere")
     with Directory(tmp_path, shares=shares) as place:
         place.replace("result.json", b"{}")
@@ -219,15 +219,15 @@ def test_a_cache_directory_that_is_itself_a_link_is_used(tmp_path: Path) -> None
     assert not list((tmp_path / "disk").glob("f.trials/*.jsonl"))
 
 
-def test_a_directory_that_is_only_read_may_hold_links(tmp_path: Path) -> None:
-    # The files of a mounted configuration, or of a package installed by links.
+def test_a_directory_only_read_from_may_hold_links(tmp_path: Path) -> None:
+    # Mounted configurations and packages installed by links have these.
     put(tmp_path / "data")
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "f.json").symlink_to(tmp_path / "data" / "f.json")
     assert Store(tmp_path / "table", read_only=True).get("f", "cpu", "k")
 
 
-def test_a_draft_that_was_replaced_by_a_link_does_not_take_the_files_place(
+def test_a_draft_replaced_by_a_link_does_not_take_the_place(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(shared)
@@ -241,7 +241,7 @@ def test_a_draft_that_was_replaced_by_a_link_does_not_take_the_files_place(
             draft.symlink_to(victim)
 
     monkeypatch.setattr(os, "fsync", plant)
-    monkeypatch.setattr("quarantune.cache.entry_file._STALE_S", 0.0)  # the link has the name of a writer that lives
+    monkeypatch.setattr("quarantune.cache.entry_file._STALE_S", 0.0)  # the link's name belongs to a live writer
     Store(shared).put("f", "cpu", "k2", ENTRY)
     assert planted
     assert not (shared / "f.json").is_symlink()
@@ -254,7 +254,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script as another user; modules are imported before, as the interpreter may not be readable for it."""
+    """Runs a script as another user, who may not be able to read the interpreter: modules are imported before."""
     head = f"""
         import os, sys, warnings
         from pathlib import Path
@@ -302,7 +302,7 @@ def test_two_users_and_root_share_a_directory(open_place: Path) -> None:
 @needs_root
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
 @pytest.mark.parametrize("name", [name for name, (_, work) in PLACES.items() if work in (put, append, claim)])
-def test_another_users_links_do_not_lead_into_ones_own_files(open_place: Path, victim: Path, name: str) -> None:
+def test_another_users_links_do_not_reach_the_users_files(open_place: Path, victim: Path, name: str) -> None:
     plant = """
         path = place / sys.argv[2]
         if path.parent != place:
@@ -322,7 +322,7 @@ def test_another_users_links_do_not_lead_into_ones_own_files(open_place: Path, v
 
 @needs_root
 @pytest.mark.parametrize("kind", ["directory", "link", "open to all"])
-def test_a_directory_in_tmp_named_for_this_user_must_be_this_users(open_place: Path, kind: str) -> None:
+def test_a_directory_in_tmp_named_for_this_user_must_be_theirs(open_place: Path, kind: str) -> None:
     open_place.chmod(0o1777)
     make = """
         named = place / f"quarantune-{sys.argv[2]}"
@@ -367,7 +367,7 @@ def test_without_a_home_results_are_saved_in_a_private_directory(open_place: Pat
     assert done.stdout.split() == [str(open_place / "quarantune-54321"), "0o700"], done.stderr
 
 
-def test_a_call_whose_cache_is_refused_runs_and_says_so_in_one_line(
+def test_a_call_whose_cache_is_refused_runs_and_says_so(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_CACHE_DIR", str(shared))

@@ -1,4 +1,4 @@
-"""What a run took by itself is told apart from what it waited for a CPU."""
+"""The time a run took is measured without its waits for a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spin(cpu_s: float) -> None:
 def test_a_thread_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
     with Watch(spins=False) as watch:
         if not watch.read():
-            pytest.skip("this system does not tell how long threads wait for a CPU")
+            pytest.skip("this system does not report how long threads wait for a CPU")
         with on_one_cpu_with_a_rival():
             taken, _ = watch.time(lambda: spin(0.3))
     assert taken.whole > 0.4, "the rival took about half of the CPU"
@@ -40,12 +40,12 @@ def test_waits_of_threads_one_after_another_all_count() -> None:
         found.append(taken := handed_over())
         return taken.cpu == pytest.approx(0.3, rel=0.3) and taken.cpu < 0.8 * taken.whole
 
-    # Other threads of this process, which a busy machine keeps waiting meanwhile, would count, too.
-    assert eventually(is_right), f"the longest wait alone would leave most of the waiting in: {found}"
+    # Waits of this process's other threads on a busy machine would also count.
+    assert eventually(is_right), f"the times include waits: {found}"
 
 
 def handed_over() -> RunTime:
-    """Times three threads that work for 0.1 s each, one after another, beside a rival for their CPU."""
+    """Times three threads that each work for 0.1 s in turn while a rival uses their CPU."""
     pauses = [threading.Event() for _ in range(3)]
 
     def hand_over(index: int) -> None:
@@ -55,7 +55,7 @@ def handed_over() -> RunTime:
             pauses[index + 1].set()
         else:
             done.set()
-        over.wait()  # a thread that has ended can no longer be asked
+        over.wait()  # an ended thread has no times
 
     done, over = threading.Event(), threading.Event()
     threads = [threading.Thread(target=hand_over, args=(index,)) for index in range(3)]
@@ -64,7 +64,7 @@ def handed_over() -> RunTime:
             thread.start()
         if not watch.read():
             over.set()
-            pytest.skip("this system does not tell how long threads wait for a CPU")
+            pytest.skip("this system does not report how long threads wait for a CPU")
 
         def work() -> None:
             pauses[0].set()
@@ -88,7 +88,7 @@ def handed_over() -> RunTime:
     ],
     ids=["quiet", "hardly", "in turn", "together", "together, and spinning"],
 )
-def test_cpu_time_excludes_waits_but_not_the_busiest_threads_work(
+def test_cpu_time_excludes_waits_but_not_the_busiest_thread(
     spins: bool,
     threads: dict[str, tuple[int, int]],
     expected: tuple[float, float, float],
@@ -98,7 +98,7 @@ def test_cpu_time_excludes_waits_but_not_the_busiest_threads_work(
 
 
 def test_a_watch_leaves_no_descriptor_open() -> None:
-    gc.collect()  # what earlier tests have left may close descriptors
+    gc.collect()  # garbage of earlier tests may close descriptors
     before = len(os.listdir("/proc/self/fd"))
     with Watch(spins=False) as watch:
         watch.time(lambda: spin(0.001))
@@ -108,11 +108,11 @@ def test_a_watch_leaves_no_descriptor_open() -> None:
 def test_many_threads_are_all_watched_with_few_descriptors() -> None:
     over = threading.Event()
     threads = [threading.Thread(target=over.wait) for _ in range(200)]
-    gc.collect()  # what earlier tests have left may close descriptors
+    gc.collect()  # garbage of earlier tests may close descriptors
     before = len(os.listdir("/proc/self/fd"))
     with Watch(spins=False) as watch:
         if not watch.read():
-            pytest.skip("this system does not tell how long threads wait for a CPU")
+            pytest.skip("this system does not report how long threads wait for a CPU")
         for thread in threads:
             thread.start()
         try:
@@ -127,4 +127,4 @@ def test_many_threads_are_all_watched_with_few_descriptors() -> None:
         ended = {str(thread.native_id) for thread in threads}
         assert eventually(lambda: ended.isdisjoint(watch.read()))
         others = len(os.listdir("/proc/self/task"))
-        assert len(os.listdir("/proc/self/fd")) <= before + others, "those of threads that have ended are closed"
+        assert len(os.listdir("/proc/self/fd")) <= before + others, "descriptors of ended threads are closed"

@@ -1,3 +1,5 @@
+"""Outputs are compared by value within tolerances, and a message names the worst difference."""
+
 from __future__ import annotations
 
 import math
@@ -101,14 +103,14 @@ def test_floats_agree_within_the_sum_of_both_tolerances(
     assert _agree(np.array([beside, got]), np.array([beside, wanted])) is agrees
 
 
-def test_the_relative_tolerance_is_relative_to_the_expected_value() -> None:
+def test_the_relative_tolerance_refers_to_the_expected_value() -> None:
     tolerance = Tolerance(rtol=0.5, atol=0, max_mismatched_ratio=0)
     assert _agree(np.float32([1]), np.float32([2]), tolerance)
     assert not _agree(np.float32([2]), np.float32([1]), tolerance)
 
 
 @pytest.mark.parametrize("zero_by", ["rtol", "atol"])
-def test_infinities_are_told_apart_with_one_tolerance_zero(zero_by: str) -> None:
+def test_infinities_differ_even_with_one_tolerance_zero(zero_by: str) -> None:
     tolerance = Tolerance(**{"max_mismatched_ratio": 0, zero_by: 0})
     expected = np.array([math.inf, 1.0])
     assert _agree(expected.copy(), expected, tolerance)
@@ -183,7 +185,7 @@ def test_the_ratio_holds_for_each_leaf_alone() -> None:
     assert not _agree([wrong, np.zeros(1000)], [right, np.zeros(1000)], Tolerance())
 
 
-def test_the_worst_element_is_the_farthest_beyond_its_own_tolerance() -> None:
+def test_the_worst_element_is_farthest_beyond_its_tolerance() -> None:
     expected = np.array([[1e6, 0.0], [0.0, 0.0]])
     output = np.array([[1e6 + 5000, 1.0], [3.0, 2.0]])  # the first difference is the largest, and allowed
     message = compare({"x": [output]}, {"x": [expected]}, STRICT)
@@ -271,7 +273,7 @@ def test_the_message_about_incomparable_outputs_shows_both(output: Any, expected
     ("narrow", "wide"),
     [(jnp.float16, jnp.float32), (jnp.bfloat16, jnp.float32), (np.float32, np.float64), (np.complex64, np.complex128)],
 )
-def test_numbers_of_one_kind_are_compared_in_the_wider_of_their_types(narrow: Any, wide: Any) -> None:
+def test_numbers_of_one_kind_are_compared_in_the_wider_type(narrow: Any, wide: Any) -> None:
     thirds = np.arange(100) / 3
     for output, expected in ((narrow, wide), (wide, narrow)):
         mine, its = thirds.astype(output), thirds.astype(expected)
@@ -280,7 +282,7 @@ def test_numbers_of_one_kind_are_compared_in_the_wider_of_their_types(narrow: An
         assert compare(mine, its, EXACT) is not None  # the wider type shows the difference
 
 
-def test_two_long_structures_are_shown_around_their_first_difference() -> None:
+def test_long_structures_are_shown_around_their_difference() -> None:
     output = {f"layer{i:03}": [1, 2] for i in range(100)}
     message = compare(output, output | {"layer050": (1, 2)}, STRICT)
     assert message is not None
@@ -353,7 +355,7 @@ def _judge(check_fn: Any, expected: Any = None) -> str | None:
     return judge_by(check_fn, np.ones(2), expected, (7,), {"b": 8})
 
 
-def test_a_check_sees_the_output_the_expected_one_and_the_arguments() -> None:
+def test_a_check_sees_output_expected_output_and_arguments() -> None:
     seen: list[Any] = []
     _judge(lambda *args, **kwargs: seen.append((args, kwargs)), "expected")
     ((output, *rest), named) = seen[0]
@@ -372,7 +374,7 @@ def test_a_check_that_returns_false_means_wrong(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [1, 0, "yes", np.array([True]), (), jnp.float32(1)])
-def test_a_check_that_returns_anything_else_is_an_error_with_a_remedy(odd: Any) -> None:
+def test_a_check_that_returns_anything_else_is_an_error(odd: Any) -> None:
     message = _judge(lambda *_, b: odd)
     assert message is not None
     assert message.startswith(f"check_fn returned {odd!r}: it must return True or None ")
@@ -397,7 +399,7 @@ def test_a_check_that_raises_means_wrong_and_is_quoted() -> None:
 # --- gradients ----------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_those_of_the_scalar() -> None:
+def test_gradients_belong_to_the_scalar() -> None:
     x = jnp.arange(1.0, 5.0)
     (found,) = gradients(jax.jit(lambda x: x**2), (x,), {}, JitOptions()).values()
     weights = jax.grad(scalar_of)(x)
@@ -453,7 +455,7 @@ def test_a_function_without_floating_outputs_has_zero_gradients() -> None:
     assert found.tolist() == [0, 0, 0]
 
 
-def test_the_scalar_depends_on_every_element_with_different_weights() -> None:
+def test_the_scalar_weighs_every_element_differently() -> None:
     weights = jax.grad(scalar_of)([jnp.ones((20, 30)), jnp.ones((20, 30), jnp.float16)])
     for leaf in map(np.asarray, weights):
         assert ((np.abs(leaf) >= 0.5) & (np.abs(leaf) <= 1)).all()

@@ -26,7 +26,7 @@ DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
 
 
 class Time:
-    """A clock that advances only when a test says so."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,13 +40,13 @@ class Time:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops the clocks of sampling and of finals, whose budgets a busy machine may use up between scripted samples."""
+    """Stops the clocks of sampling and finals: a busy machine could exhaust their budgets between scripted samples."""
     for fn in (sampling.measure, finals.take_turns):
         monkeypatch.setitem(fn.__kwdefaults__ or {}, "clock", Time())
 
 
 class Sampler:
-    """Returns scripted samples, in milliseconds; each advances the clock by its own length, or by a given time."""
+    """Returns scripted samples in milliseconds; each advances the clock by its length or by a given time."""
 
     def __init__(self, samples: Iterable[float | RunTime], time: Time | None = None, seconds: float = 0.0) -> None:
         self._samples = iter(samples)
@@ -83,7 +83,7 @@ def test_sampling_ends_as_soon_as_the_median_is_steady() -> None:
     assert take.taken == len(samples.samples_ms) + 1
 
 
-def test_noise_is_sampled_until_the_median_is_known_to_one_percent() -> None:
+def test_noise_is_sampled_until_the_median_is_known_to_1_percent() -> None:
     few = sampling.measure(Sampler(noisy(0, sigma=0.01)), rep=1000).samples_ms
     many = sampling.measure(Sampler(noisy(0, sigma=0.05)), rep=1000).samples_ms
     assert len(few) < len(many) < 1000
@@ -112,7 +112,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
     assert len(sampling.measure(take, rep=20, clock=time).samples_ms) == 3
 
 
-def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> None:
+def test_the_clock_decides_if_the_median_or_fastest_counts() -> None:
     samples = sampling.Sampled(tuple(map(RunTime.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.ranking_ms(is_exact=True), samples.ranking_ms(is_exact=False)) == (2.0, 1.0)
 
@@ -120,7 +120,7 @@ def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> N
 # --- ruled out ----------------------------------------------------------------------------------------------
 
 
-def test_a_config_beyond_the_margin_is_ruled_out_after_the_first_samples() -> None:
+def test_a_config_beyond_the_margin_is_ruled_out_at_once() -> None:
     take = Sampler(itertools.repeat(1.51))
     samples = sampling.measure(take, rep=20, best_median_ms=1.0, margin=1.5)
     assert samples.is_ruled_out
@@ -143,7 +143,7 @@ def test_one_sample_within_the_margin_keeps_a_config_in_the_race(
 @pytest.mark.parametrize(
     ("best_median_ms", "taken"), [(1.0, 3), (1.25, 8), (None, 8)], ids=["behind", "level", "alone"]
 )
-def test_a_config_that_is_behind_gets_no_more_samples_than_necessary(best_median_ms: float | None, taken: int) -> None:
+def test_a_config_that_is_behind_gets_no_needless_samples(best_median_ms: float | None, taken: int) -> None:
     samples = sampling.measure(Sampler(itertools.repeat(1.2)), rep=20, best_median_ms=best_median_ms, margin=1.5)
     assert (samples.is_ruled_out, len(samples.samples_ms)) == (False, taken)
 
@@ -183,7 +183,7 @@ def test_one_sample_rules_a_config_out_only_by_an_exact_clock() -> None:
     assert sampling.measure(Sampler([180.0]), rep=20, best_median_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
 
 
-def test_a_config_far_behind_by_an_exact_clock_takes_few_samples_unless_it_was_the_first_one_alone() -> None:
+def test_an_exact_clock_takes_few_samples_of_a_config_far_behind() -> None:
     measure = functools.partial(sampling.measure, rep=20, best_median_ms=1.0, margin=1.15, is_exact=True)
     behind = Sampler(itertools.repeat(2.5))
     assert measure(behind).is_ruled_out
@@ -194,11 +194,11 @@ def test_a_config_far_behind_by_an_exact_clock_takes_few_samples_unless_it_was_t
     hopeless = Sampler(itertools.repeat(4.7))
     assert measure(hopeless).is_ruled_out
     assert hopeless.taken == 1
-    tiny = Sampler([0.047, *[0.01] * 30])  # a cold start may be all that
+    tiny = Sampler([0.047, *[0.01] * 30])  # a cold start may explain the whole first sample
     assert not measure(tiny, best_median_ms=0.01).is_ruled_out
 
 
-def test_long_runs_by_an_exact_clock_are_few_and_all_of_them_count() -> None:
+def test_an_exact_clocks_long_runs_are_few_and_all_count() -> None:
     for run_ms, runs in ((100.0, model.FEW), (6.0, model.ENOUGH), (1.0, 1 + model.ENOUGH)):
         take = Sampler(itertools.repeat(run_ms), time := Time(), run_ms / 1e3)
         samples = sampling.measure(take, rep=20, is_exact=True, clock=time)
@@ -207,7 +207,7 @@ def test_long_runs_by_an_exact_clock_are_few_and_all_of_them_count() -> None:
     assert alone.samples_ms == (100.0,)
 
 
-def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
+def test_sampling_continues_while_every_run_is_disturbed() -> None:
     time = Time()
     spinning = RunTime(92.0, 30.0, 0.0)
     take = Sampler([spinning] * 9 + [RunTime.exactly(0.79)] * 30, time, 0.092)
@@ -227,7 +227,7 @@ def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
         (29.0, 1.0, 7.0, True),
         (29.0, 1.0, 8.0, False),
     ],
-    ids=["long and behind", "long and not", "long as first runs are", "shorter and behind other first runs", "neither"],
+    ids=["long and behind", "long and not", "as long as first runs", "shorter and behind other first runs", "neither"],
 )
 def test_one_run_rules_out_a_config_that_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
@@ -239,7 +239,7 @@ def test_one_run_rules_out_a_config_that_is_far_behind(
     assert told == is_hopeless
 
 
-def test_a_long_first_sample_beyond_any_cold_start_rules_a_config_out() -> None:
+def test_a_first_sample_beyond_any_cold_start_rules_out() -> None:
     take = Sampler(itertools.repeat(60.0))
     samples = sampling.measure(take, rep=20, best_median_ms=10.0, margin=1.5, last_ms=59.0)
     assert samples.is_ruled_out
@@ -257,7 +257,7 @@ def test_an_unreliable_first_sample_rules_no_config_out(first_ms: float, best_me
     assert first_ms not in samples.samples_ms
 
 
-def test_a_damaged_sample_does_not_affect_whether_a_config_is_ruled_out() -> None:
+def test_a_damaged_sample_does_not_affect_ruling_out() -> None:
     assert sampling.measure(
         Sampler([1.0, *DAMAGED[:2], 2.0, *[2.0] * 9]), rep=9, best_median_ms=1.0, margin=1.5
     ).is_ruled_out
@@ -317,7 +317,7 @@ def test_the_standard_error_is_the_scatter_of_medians() -> None:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """Replaces the time of the clocks with one that the test controls."""
+    """Replaces the clocks' time with a time that the test controls."""
     time = Time()
     told = types.SimpleNamespace(perf_counter=time, thread_time_ns=lambda: 0)
     for module in (clocks, waits):
@@ -355,7 +355,7 @@ def test_short_runs_are_repeated_within_a_wall_clock_sample(time: Time, seconds:
     assert run.count == pytest.approx(1 + 3 * repeated, rel=1e-2)
 
 
-def test_a_run_that_needs_preparation_is_prepared_untimed_every_time(time: Time) -> None:
+def test_a_run_that_needs_preparation_gets_it_untimed(time: Time) -> None:
     run, order = Run(time, 1e-6), []
 
     def prepare() -> None:
@@ -427,25 +427,25 @@ def test_only_configs_measured_to_the_end_are_in_the_final(outcome: Outcome) -> 
     assert finalists_of(trial(0.5, outcome)) == []
 
 
-def test_configs_with_the_same_program_take_one_place_in_the_final() -> None:
+def test_configs_with_one_program_take_one_place_in_the_final() -> None:
     twins = [trial(1.0, samples_ms=(1.0, 0.9, 1.1))] * 5
     assert finalists_of(trial(1.2, samples_ms=(1.2,)), *twins, trial(1.3, samples_ms=(1.3,))) == [1, 0, 6]
 
 
-def test_two_programs_with_equal_samples_take_two_places_in_the_final() -> None:
+def test_two_programs_with_equal_samples_take_two_places() -> None:
     first, second = (dataclasses.replace(trial(1.0, samples_ms=(1.0,) * 5), compile_s=s) for s in (0.21, 0.22))
     assert finalists_of(first, second, first) == [0, 1]
     assert finals.with_same_program({0: [1.1]}, {0: first, 1: second, 2: first}) == {0: [1.1], 2: [1.1]}
 
 
-def test_configs_with_the_same_program_share_its_times_in_the_final() -> None:
+def test_configs_with_one_program_share_its_times_in_the_final() -> None:
     trials = {0: trial(1.2, samples_ms=(1.2,)), 3: trial(1.0, samples_ms=(1.0,)), 5: trial(1.0, samples_ms=(1.0,))}
     assert finals.with_same_program({3: [1.1], 0: [1.3]}, trials) == {0: [1.3], 3: [1.1], 5: [1.1]}
     assert finals.with_same_program({3: [1.1]}, trials) == {3: [1.1], 5: [1.1]}
 
 
 @pytest.mark.parametrize(("takes_ms", "samples"), [([5.0], 1), ([0.2, 0.3, 0.2], 3), ([0.0, 0.3, 0.2], 2)])
-def test_a_glance_takes_one_sample_of_a_long_run_and_few_of_a_short_one(takes_ms: list[float], samples: int) -> None:
+def test_a_glance_takes_one_long_sample_or_few_short_ones(takes_ms: list[float], samples: int) -> None:
     left = [RunTime.exactly(ms) for ms in takes_ms]
     assert len(sampling.glance(lambda count: [left.pop(0) for _ in range(count)]).taken) == samples
     assert left == []
@@ -493,9 +493,7 @@ def verdicts(
 @pytest.mark.parametrize(
     "times_ms", [(1.02, 1.0), (1.04, 1.0, 1.02), (1.02, 1.03, 1.04, 1.0)], ids=lambda times: str(len(times))
 )
-def test_two_percent_beat_one_percent_noise_and_the_preferred_default(
-    times_ms: tuple[float, ...], drift: float
-) -> None:
+def test_two_percent_beat_the_noise_and_the_preferred_default(times_ms: tuple[float, ...], drift: float) -> None:
     best = times_ms.index(min(times_ms))
     won = [verdict[0] == best for verdict in verdicts(times_ms, default=0, drift=drift)]
     assert np.mean(won) >= 0.95
@@ -524,14 +522,14 @@ def test_a_default_that_is_slower_is_not_preferred() -> None:
     assert finals.decide(rounds, default=1) == [4, 9]
 
 
-def test_warm_rounds_decide_between_equals_unless_they_tie_too() -> None:
+def test_warm_rounds_decide_between_equals_unless_they_tie() -> None:
     cold = {2: [1.004] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 7: [1.007] * 9, 8: [1.3] * 9}
     assert finals.decide(cold, default=2) == [2, 4, 6]
     warm = {2: [0.803] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
     assert finals.decide(cold, default=2, warm=warm) == [4, 6]
     assert finals.decide(cold, default=6, warm=warm) == [6, 4]
     assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == [2]
-    # One config takes the place of all with its program; if it has no warm rounds, the final had none.
+    # One config stands for all with its program; if it has no warm rounds, the final had none.
     assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == [2, 4, 6]
 
 
@@ -540,7 +538,7 @@ def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
     assert finals.decide({0: [1.006] * 9, 1: [1.0] * 9}, default=None) == [1]
 
 
-def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
+def test_a_final_continues_until_the_fastest_is_clear() -> None:
     far = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
     clear = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
     level = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
@@ -557,7 +555,7 @@ def test_a_final_of_equals_ends_when_its_time_is_up() -> None:
     assert len(rounds[0]) == 5
 
 
-def test_a_long_run_is_a_sample_by_itself() -> None:
+def test_one_long_run_is_a_sample() -> None:
     long, short = Sampler(noisy(8, 100.0)), Sampler(noisy(9, 1.0))
     finals.take_turns([long, short], clock=lambda: 0.0)
     assert (long.taken, short.taken) == (1 + 3, 1 + 3 * 3)
@@ -604,13 +602,13 @@ def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
         return sum(output() is not None for output in made)
 
     def dispatch() -> jax.Array:
-        assert not alive(), "the outputs of the run before take no memory any more"
+        assert not alive(), "the previous run's outputs are freed"
         output = jnp.arange(4) + 1
         made.append(weakref.ref(output))
         return output
 
     run = device_clock._ProfiledRun(dispatch, flush=lambda: jnp.zeros(8))
-    results = [run() for _ in range(5)]  # as the profiler does it
+    results = [run() for _ in range(5)]  # the profiler runs it like this
     assert len(jax.block_until_ready(results)) == 5
     assert alive() == 1
     run.release()
@@ -650,7 +648,7 @@ def test_a_trial_is_usable_if_it_is_ok_and_has_a_time() -> None:
     assert [(trial.outcome, trial.time_ms) for trial in trials if trial.is_usable] == [(Outcome.OK, 1.0)]
 
 
-def test_of_configs_that_tie_the_first_is_preferred_only_within_the_noise_floor() -> None:
+def test_the_first_of_a_tie_is_preferred_within_the_noise() -> None:
     wide = [0.98, 1.0, 1.02] * 3
     for ahead, winner in ((1.004, 0), (1.008, 1)):
         rounds = {0: [ahead * time for time in reversed(wide)], 1: wide}

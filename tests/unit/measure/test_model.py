@@ -1,4 +1,4 @@
-"""Beside busy processes the fastest config is found all the same: whole sweeps on a simulated machine, seeded."""
+"""Busy machines do not change the choice of the fastest config: whole seeded sweeps on a simulated machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_fastest_config_is_chosen_however_busy_the_machine(machine: str, tim
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_configs_that_are_far_behind_are_ruled_out_soon_on_a_busy_machine_too(machine: str) -> None:
+def test_a_busy_machine_rules_out_configs_far_behind_soon(machine: str) -> None:
     def seconds(machine: str, times_ms: Sequence[float], seed: int) -> float:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         assert times_ms[sweep(simulated, times_ms)[1]] < 28.0
@@ -82,7 +82,7 @@ def test_configs_that_are_far_behind_are_ruled_out_soon_on_a_busy_machine_too(ma
         assert seconds(machine, (26.0, *behind), seed) - seconds(machine, (26.0, 27.0), seed) < 4.5e-3 * sum(behind)
 
 
-def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
+def test_a_quiet_machine_takes_no_extra_samples() -> None:
     taken = []
     machine = Machine(random.Random(0), *MACHINES["quiet"])
 
@@ -99,7 +99,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
 
 
 @pytest.mark.parametrize("machine", ["half of all, half told", "most of all, half told", "half of all, none told"])
-def test_a_busy_machine_ends_a_final_as_soon_as_disturbances_do_not_explain_the_lead(machine: str) -> None:
+def test_a_busy_machine_ends_a_final_on_an_unexplained_lead(machine: str) -> None:
     def run_final(times_ms: Sequence[float], seed: int) -> tuple[float, list[int]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
@@ -123,13 +123,13 @@ def trial(own_ms: float, *samples_ms: float, outcome: Outcome = Outcome.OK) -> T
     )
 
 
-def test_finalists_are_chosen_by_their_fastest_runs_not_by_their_median() -> None:
+def test_finalists_are_chosen_by_fastest_runs_not_by_median() -> None:
     others = {index: trial(1.0 + index / 10, 1.0 + index / 10, 1.1 + index / 10) for index in range(5)}
     unlucky = trial(0.14, 2.59, 4.67, 0.21, 2.81, 0.14)
     assert finals.finalists({**others, 7: unlucky})[0] == 7
 
 
-def test_a_busy_machine_gives_configs_ruled_out_by_one_sample_another_run() -> None:
+def test_a_busy_machine_runs_again_what_one_sample_ruled_out() -> None:
     dropped = trial(80.0, 80.0, outcome=Outcome.SLOW)
     noisy = {index: trial(1.0 + index / 100, 1.0 + index / 100, 100.0, 90.0) for index in range(6)}
     assert finals.finalists({**noisy, 9: dropped})[-1] == 9
@@ -152,13 +152,13 @@ def test_a_second_measurement_decides_between_winner_and_slow() -> None:
     assert (settled[1].outcome, settled[1].time_ms, settled[1].samples_ms) == (Outcome.OK, 60.0, (60.0,) * 5)
 
 
-def test_the_default_is_not_preferred_to_what_may_well_be_much_faster() -> None:
+def test_the_default_yields_to_what_may_be_much_faster() -> None:
     rounds = {0: [1.3, 0.9, 1.2, 1.0, 1.1], 1: [1.0] * 5}
     assert finals.level(rounds) == [0, 1]
     assert finals.decide(rounds, default=0) == [1, 0]
 
 
-def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> None:
+def test_a_run_without_an_estimate_is_believed_first() -> None:
     estimated, clean = RunTime(60.0, 0.5, 0.5), RunTime.exactly(1.1)
     assert fastest([estimated, clean, RunTime.exactly(1.2)]) == clean
     assert fastest([estimated, RunTime(60.0, 0.7, 0.7)]) == estimated
@@ -172,31 +172,31 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
 # --- one first run ------------------------------------------------------------------------------------------
 
 
-def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
+def test_a_first_run_is_judged_by_other_first_runs() -> None:
     def is_hopeless(first_ms: float, disturbance: sampling.Disturbance) -> bool:
         return sampling.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, disturbance=disturbance)
 
     disturbance = sampling.Disturbance([(50.0, 50.0)] * 9)
     disturbance.add_first_run(60.0, 50.0)
-    disturbance.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
+    disturbance.add_first_run(7.0, 0.5)  # a cold start may be most of a short first run
     assert is_hopeless(101.0, disturbance)
     disturbance.add_first_run(100.0, 50.0)
     assert not is_hopeless(101.0, disturbance)
     assert is_hopeless(126.0, disturbance)
     disturbance.add([50.0] * 4 + [1000.0] * 5, 50.0)
-    assert not is_hopeless(3000.0, disturbance), "where half of all samples are disturbed as much, one run says nothing"
-    assert is_hopeless(5000.0, disturbance), "where none was disturbed nearly as much, it does"
-    assert not is_hopeless(1e6, sampling.Disturbance()), "nor where nobody knows"
+    assert not is_hopeless(3000.0, disturbance), "if half of all samples are disturbed as much, one run proves nothing"
+    assert is_hopeless(5000.0, disturbance), "no sample was disturbed nearly as much"
+    assert not is_hopeless(1e6, sampling.Disturbance()), "the noise is unknown"
 
 
 @pytest.mark.parametrize(
     ("samples", "disturbed", "needed"), [(12, 0, 2), (100, 0, 2), (100, 5, 2), (100, 50, 8), (100, 65, 13)]
 )
-def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int, disturbed: int, needed: int) -> None:
+def test_runs_must_agree_until_disturbance_of_all_is_unlikely(samples: int, disturbed: int, needed: int) -> None:
     disturbance = sampling.Disturbance()
     disturbance.add([1.0] * (samples - disturbed) + [3.0] * disturbed, 1.0)
     assert disturbance.runs_needed(9.0, 1.0) == needed
-    assert disturbance.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
+    assert disturbance.runs_needed(9.1, 1.0) == 2, "no sample was disturbed nearly as much"
     take = [RunTime.exactly(9.0)] * 30
     ruled_out = sampling.measure(
         lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, disturbance=disturbance, clock=lambda: 0.0
@@ -205,11 +205,11 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
 
-def test_a_first_run_is_stopped_once_it_has_taken_as_long_as_enough_hopeless_ones() -> None:
+def test_a_first_run_stops_after_the_time_of_hopeless_ones() -> None:
     quiet = sampling.Disturbance(runs=[(80.0, 80.0)] * 20)
     assert sampling.longest_first_run(80.0, disturbance=quiet) == 2 * 2 * 80.0
     assert sampling.longest_first_run(80.0, disturbance=sampling.Disturbance()) == 4 * 2 * 80.0, (
-        "nothing is known of the noise yet"
+        "the noise is still unknown"
     )
     assert sampling.longest_first_run(1.0, disturbance=quiet) == 2 * 2 * 50.0, (
         "a cold start may take tens of milliseconds"
@@ -222,7 +222,7 @@ def test_a_first_run_is_stopped_once_it_has_taken_as_long_as_enough_hopeless_one
     assert sampling.longest_first_run(80.0, disturbance=busy) > 7 * 2 * 80.0
 
 
-def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
+def test_a_config_whose_samples_scatter_is_not_soon_ruled_out() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
     disturbance = sampling.Disturbance([(1.0, 1.0)] * 12)
     samples = sampling.measure(

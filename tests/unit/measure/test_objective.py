@@ -1,4 +1,4 @@
-"""Other objectives than time: a function of a trial, and the energy of a call."""
+"""Objectives other than time choose the winner: a function of a trial, and the energy of a call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GRID = {"turns": [2, 4000]}
 
 @functools.partial(jax.jit, static_argnames=["turns"])
 def turned(x: Any, turns: int = 2) -> Any:
-    """Takes longer the more it turns; an even number of turns changes nothing."""
+    """Reverses an array `turns` times: more turns take longer, and an even number changes nothing."""
     return jax.lax.fori_loop(0, turns, lambda _, y: y[::-1], jnp.tile(x, 64))[: len(x)]
 
 
 def most_turns(trial: Trial) -> float:
-    """Is the less, the more a config turns."""
+    """Objective that prefers more turns."""
     assert trial.time_ms is not None
     return -float(trial.config["turns"])
 
@@ -48,22 +48,22 @@ def most_turns(trial: Trial) -> float:
 
 
 @pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
-def test_the_winner_has_the_least_of_the_objective_although_it_is_far_slower(isolation: str, cache_dir: Path) -> None:
+def test_the_winner_has_the_least_objective_even_if_slower(isolation: str, cache_dir: Path) -> None:
     tuned = quarantune.autotune(GRID, objective=most_turns, rep=2)(turned)
     with isolated(isolation):
         result = tuned.tune(X)
         verified = quarantune.TuningCache(cache_dir).verify(tuned, max_loss_percent=1e-9).entries[0]
     assert (result.best_config, result.score, result.default_score) == ({"turns": 4000}, -4000.0, -2.0)
-    assert {trial.outcome for trial in result.trials} == {Outcome.OK}, "none is ruled out by its time"
+    assert {trial.outcome for trial in result.trials} == {Outcome.OK}, "no config is ruled out by its time"
     assert result.energy_mj is None
     assert "less of the objective than the defaults (objective -4000 against objective -2; " in repr(result)
     assert "turns=4000 has the lowest objective: -4000, where turns=2 has -2" in result.table(width=200)
-    assert (verified.verdict, verified.loss_percent) == ("current", None), "more time is no loss to another objective"
+    assert (verified.verdict, verified.loss_percent) == ("current", None), "another objective ignores more time"
     saved = tuned.result(((X,), {}))
     assert (saved.score, saved.findings.compared) == (-4000.0, result.findings.compared)
 
 
-def test_a_config_for_which_the_objective_makes_no_number_is_an_error_and_the_others_are_ranked() -> None:
+def test_a_config_without_an_objective_number_is_an_error() -> None:
     def odd(trial: Trial) -> Any:
         return {2: 5.0, 4: math.nan, 6: "much"}[trial.config["turns"]]
 
@@ -101,7 +101,7 @@ def test_a_search_gains_by_the_objective_and_ranks_by_it() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_finalists_and_ties_are_those_of_the_scores(sign: float) -> None:
+def test_scores_decide_finalists_and_ties(sign: float) -> None:
     levels = [10.0, 10.02, 10.7, 30.0] if sign > 0 else [-30.0, -29.97, -28.0, -10.0]
     trials = {n: scored(level, n) for n, level in enumerate(levels)}
     assert finals.finalists(trials) == [0, 1, 2]
@@ -147,10 +147,10 @@ def test_a_round_of_a_final_that_scores_zero_counts() -> None:
     ]
 
 
-# --- what is saved and shown ---
+# --- files and tables ---
 
 
-def test_results_of_different_objectives_are_not_mixed_up_and_time_is_as_before() -> None:
+def test_results_of_different_objectives_are_kept_apart() -> None:
     def digest(**options: Any) -> str:
         return TunedFunction.of(turned, GRID, Options(**options)).fingerprint.digest
 
@@ -159,7 +159,7 @@ def test_results_of_different_objectives_are_not_mixed_up_and_time_is_as_before(
     assert len({digest(), digest(objective="energy"), *(digest(objective=fn) for fn in functions)}) == 5
 
 
-def test_energy_stands_in_rows_files_and_tables_where_it_was_measured_and_nowhere_else(tmp_path: Path) -> None:
+def test_energy_is_shown_only_if_it_was_measured(tmp_path: Path) -> None:
     trials = (
         scored(7.0, 1, energy_mj=7.0, watts=7.0),
         scored(9.0, 2, energy_mj=9.0, watts=9.0),
@@ -181,22 +181,22 @@ def test_energy_stands_in_rows_files_and_tables_where_it_was_measured_and_nowher
     assert not {*names, "score", "default_score"} & {*plain.to_json(), *plain.trials[0].to_json(), *plain.to_dicts()[0]}
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
-def test_what_is_only_compiled_needs_no_energy_and_has_no_score() -> None:
+def test_compiled_only_configs_have_neither_energy_nor_score() -> None:
     tuned = quarantune.autotune(GRID, objective="energy")(turned)
     report = quarantune.compile_check(tuned, GRID, X, target="cpu")
     assert [(trial.outcome, trial.score) for trial in report.trials] == [(Outcome.OK, None)] * 2
 
 
 @pytest.mark.parametrize("given", ["speed", 3, None])
-def test_an_objective_that_is_none_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_an_objective_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"objective=.* is not callable: give 'time', 'energy', a function, or leave"):
         quarantune.autotune(GRID, objective=given)
 
 
-def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_refused_by_name_if_it_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(fn: Any = turned, **options: Any) -> TuningResult:
         return AutoTuner(fn, GRID, rep=1, **options).run(X)
 
@@ -204,7 +204,7 @@ def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pyte
         for given in ("energy", lambda trial: trial.time_ms * trial.energy_mj, lambda trial: trial.watts):
             with pytest.raises(ValueError, match=r"turned: objective needs the energy of a call.* runs on cpu"):
                 run(objective=given)
-        assert run(objective=lambda trial: trial.energy_mj or 1.0).score == 1.0, "it can do without"
+        assert run(objective=lambda trial: trial.energy_mj or 1.0).score == 1.0, "it also works without the energy"
         donates = jax.jit(lambda x, turns=2: x, static_argnames=["turns"], donate_argnums=[0])
         with pytest.raises(ValueError, match="a jitted function that donates no arguments"):
             run(donates, objective="energy")
@@ -220,11 +220,11 @@ def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pyte
 
 
 class NVMLError(Exception):
-    """An error of the stand-in for NVML."""
+    """Error of the fake NVML."""
 
 
 class FakeGpu:
-    """A stand-in for NVML, CUDA and the time: a GPU whose counter advances in steps as time passes."""
+    """Stands for NVML, CUDA and the time: a GPU whose counter advances in steps with the time."""
 
     NVMLError = NVMLError
 
@@ -305,25 +305,25 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
     began_s = fake_gpu.now
     found, watts = energy.per_call(dispatch, energy.counter(0), run_s)
     assert watts == pytest.approx(fake_gpu._watts, rel=0.02)
-    # In the stand-in, the GPU waits while its counter is read, which counts as a part of the runs.
+    # The fake GPU waits while its counter is read, and this wait counts towards the runs.
     assert found >= 0.98 * fake_gpu._watts * run_s * 1e3
     assert found <= 1.02 * fake_gpu._watts * (run_s * 1e3 + 1e3 * fake_gpu._read_s / max(1, round(0.01 / run_s)))
     assert fake_gpu.now - began_s < 5.5
 
 
 @pytest.mark.parametrize("fake_gpu", [{"step_s": 60.0}, {"watts": 0.0}], indirect=True)
-def test_a_counter_that_stands_still_is_an_error_after_five_seconds(fake_gpu: FakeGpu) -> None:
+def test_a_counter_that_stands_still_fails_after_five_seconds(fake_gpu: FakeGpu) -> None:
     with pytest.raises(RuntimeError, match="the energy counter of the GPU advanced 0 times in 5 s"):
         energy.per_call(lambda: fake_gpu.sleep(1e-3), energy.counter(0), 1e-3)
     assert fake_gpu.now < 5.5
 
 
 @pytest.mark.parametrize("fake_gpu", [{"fault": "no driver"}, {"fault": "no counter"}, {"fault": ""}], indirect=True)
-def test_a_gpu_without_a_counter_is_refused_by_what_nvml_says(fake_gpu: FakeGpu, monkeypatch: Any) -> None:
+def test_a_gpu_without_a_counter_is_refused_with_nvmls_reason(fake_gpu: FakeGpu, monkeypatch: Any) -> None:
     said = {"no driver": "Shared Library Not Found", "no counter": "Not Supported", "": ""}[fake_gpu._fault]
     reason = energy.why_not("cuda", "NVIDIA H200")
     assert said in reason
-    assert bool(reason) is bool(said), "that another GPU of the machine has none does not matter"
+    assert bool(reason) is bool(said), "another GPU without a counter does not matter"
     assert fake_gpu.opened == bool(said == "Not Supported")
     assert "only whole NVIDIA GPUs" in energy.why_not("cuda", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert "this call runs on rocm" in energy.why_not("rocm", "MI300")
@@ -338,7 +338,7 @@ def test_a_gpu_that_nvml_does_not_know_is_an_error_of_the_worker(fake_gpu: FakeG
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_for_energy_measures_trials_and_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
     def per_call(dispatch: Any, read: Any, run_s: float) -> tuple[float, float]:
         assert (jax.block_until_ready(dispatch()).shape, type(read()), run_s < 1) == (X.shape, int, True)
         cells = [cell.cell_contents for cell in dispatch.__closure__]
@@ -354,13 +354,13 @@ def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeyp
     assert (result.best_config, result.score, result.energy_mj) == ({"turns": 4000}, 11.0, 11.0)
     assert "3.64x less energy than the defaults (11 mJ against 40 mJ; " in repr(result)
     assert [(trial.energy_mj, trial.watts) for trial in result.finalists] == [(11.0, 300.0), (40.0, 300.0)]
-    assert min(map(measured.count, (2, 4000))) >= 4, "in the trial, and in three rounds of the final"
+    assert min(map(measured.count, (2, 4000))) >= 4, "once in the trial and in three rounds of the final"
 
 
 # --- a score of exactly 0 ---
 
 
-def test_a_config_with_score_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_of_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced_apart(keyed: Any, config: Any) -> Any:
         proved.append(dict(config))
         return trace(keyed, config)

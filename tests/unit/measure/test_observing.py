@@ -1,4 +1,4 @@
-"""Observers of a run: what one sees is in trials, tables, rows, files and the final, and it need not be energy."""
+"""Values that an observer of runs returns, not only energy, are in trials, tables, rows, files and the final."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = jnp.arange(8.0)
 
 
 class Steps:
-    """Observes how many steps a run takes: the value of a tunable."""
+    """Observes the number of steps of a run, the value of a tunable."""
 
     WHAT = "the steps of a call"
     FIELDS: ClassVar = {"steps": ("steps", "steps of one call")}
@@ -53,7 +53,7 @@ def tuner(**options: Any) -> AutoTuner:
     return AutoTuner(jitted, {"steps": [3, 0, 5]}, ref_fn=None, rep=1, **options)
 
 
-def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_new_observer_is_shown_wherever_energy_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps()
     monkeypatch.setattr(observing, "OBSERVERS", (*observing.OBSERVERS, "steps"))
     monkeypatch.setitem(sys.modules, f"{observers.__name__}.steps", steps)  # type: ignore[misc]
@@ -62,7 +62,7 @@ def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest
     assert (result.best_config, result.score, result.default_score) == ({"steps": 0}, 0.0, 3.0)
     assert [dict(trial.observed) for trial in result.trials] == [{"steps": 3.0}, {"steps": 0.0}, {"steps": 5.0}]
     assert [trial.observed["steps"] for trial in result.finalists] == [0.0, 3.0]
-    assert steps.times > 3 + 3, "in each trial, and in each of a few rounds of the final"
+    assert steps.times > 3 + 3, "each trial and a few rounds of the final are observed"
     assert result.energy_mj is None
     head = result.table(width=120).splitlines()[0]
     assert head.split() == ["steps", "outcome", "ms", "steps", "objective", "speed-up", "compile", "s"]
@@ -98,7 +98,7 @@ def test_an_observer_runs_only_for_an_objective_that_needs_it(monkeypatch: pytes
         [1],
     ],
 )
-def test_observed_values_of_a_worker_that_cannot_be_right_are_damage(observed: Any) -> None:
+def test_impossible_observed_values_of_a_worker_are_damage(observed: Any) -> None:
     about: dict[str, Any] = {"trial": 1, "phase": "measure", "samples_ms": [1.0], "cpu_ms": [], "ranking_ms": 1.0}
     frame = about | {"message": Measured.__name__, "is_slow": False, "clock": "wall", "held_bytes": 0}
     seen = {"energy_mj": 2.0, "steps": 0}
@@ -110,7 +110,7 @@ def test_observed_values_of_a_worker_that_cannot_be_right_are_damage(observed: A
         codec.decode(frame | {"observed": observed}, *REPLIES)
 
 
-def test_a_final_whose_rounds_do_not_observe_every_finalist_is_refused() -> None:
+def test_a_final_must_observe_every_finalist_in_its_rounds() -> None:
     rounds: Any = [[1.0] * 3, [2.0] * 3], [[], []]
     seen = {"steps": 1.0}
     assert Final.of([4, 7], *rounds, [[seen, {"steps": 2.0}]] * 3).observed[7] == ({"steps": 2.0},) * 3

@@ -1,4 +1,4 @@
-"""The default check tells rounding from error: programs that differ by rounding pass, and bugs do not."""
+"""The default check accepts programs that differ by rounding, and finds bugs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import ends
 
 import quarantune
 from quarantune.measure import compare, rounding
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
 from quarantune.transport import payload
-from quarantune.values.trial import ArrayKind, Trial
+from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiling import compile_here
 
 ONCE: dict[str, Any] = {"warmup": 0, "rep": 1}
-
-
-def ends(trials: tuple[Trial, ...]) -> list[str]:
-    return ["ok" if trial.outcome == "slow" else str(trial.outcome) for trial in trials]
 
 
 def swept(fn: Any, values: list[Any], *args: Any, **options: Any) -> quarantune.TuningResult:
@@ -58,7 +55,7 @@ def test_honest_programs_pass_and_bugs_are_found(name: str) -> None:
     assert misjudged(name) == []
 
 
-def test_the_corpus_is_large_enough_to_say_something() -> None:
+def test_the_corpus_is_large_enough() -> None:
     assert sum(len(family.honest) for family in FAMILIES.values()) >= 200
     assert sum(len(family.bugs) for family in FAMILIES.values()) >= 40
 
@@ -123,7 +120,7 @@ def a_mask_of_huge_numbers_beside_a_wrong_element(x: Any, do: str = "right") -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bugs_that_are_small_beside_fixed_tolerances_are_found(name: str) -> None:
+def test_bugs_smaller_than_fixed_tolerances_are_found(name: str) -> None:
     fn, make = CASES[name]
     result = swept(jax.jit(fn, static_argnames=["do"]), ["wrong", "right"], *make())
     assert ends(result.trials) == ["wrong", "ok"]
@@ -133,15 +130,15 @@ def test_bugs_that_are_small_beside_fixed_tolerances_are_found(name: str) -> Non
 def judged_as(
     fn: Any, args: list[Any], *values: str, on_device: bool, programs: int | None = None, told: Any = lambda: None
 ) -> list[bool]:
-    """Returns which configs are right, as a worker judges them; on a CPU it compares on the device only if told to.
+    """Returns which configs a worker judges right.
 
     Args:
         fn: the function.
         args: its arguments.
         *values: its configs.
-        on_device: whether outputs are compared on the device.
-        programs: a file with the programs for that.
-        told: called before the worker is told which outputs there will be, and after that.
+        on_device: whether outputs are compared on the device, which a CPU does not do by default.
+        programs: a file with the programs that compare on the device.
+        told: called before and after the worker receives the expected outputs.
     """
     packed = payload.pack_call(jax.jit(fn, static_argnames=["do"]), tuple(args), {}, {})
     options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
@@ -181,7 +178,7 @@ def test_a_config_whose_reference_cannot_be_read_is_wrong() -> None:
             os.close(fd)
 
 
-def test_later_sweeps_compare_outputs_with_the_programs_of_earlier_ones(compiles: list[str]) -> None:
+def test_later_sweeps_compare_with_earlier_sweeps_programs(compiles: list[str]) -> None:
     def halved(x: Any, do: str = "right") -> Any:
         return x / 2 if do == "right" else x / 2.2
 
@@ -211,7 +208,7 @@ def test_later_sweeps_compare_outputs_with_the_programs_of_earlier_ones(compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("name", CASES)
-def test_such_bugs_are_found_whatever_the_inputs(name: str, on_device: bool) -> None:
+def test_small_bugs_are_found_whatever_the_inputs(name: str, on_device: bool) -> None:
     fn, make = CASES[name]
     found = [judged_as(fn, make(seed), "wrong", "right", on_device=on_device) for seed in range(8)]
     assert found == [[False, True]] * 8
@@ -225,7 +222,7 @@ def test_the_next_config_of_a_used_worker_is_judged_as_well(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_rounding_of_intermediate_values_passes_where_the_function_is_that_sensitive() -> None:
+def test_rounding_passes_if_the_function_is_that_sensitive() -> None:
     family = FAMILIES["attention of large logits bfloat16"]
 
     @functools.partial(jax.jit, static_argnames=["do"])
@@ -239,7 +236,7 @@ def test_rounding_of_intermediate_values_passes_where_the_function_is_that_sensi
     assert "wrong" in ends(fixed.trials)
 
 
-def test_a_reference_in_a_wider_dtype_uses_the_noise_of_the_defaults() -> None:
+def test_a_wider_reference_uses_the_noise_of_the_defaults() -> None:
     @functools.partial(jax.jit, static_argnames=["do"])
     def kernel(a: Any, b: Any, do: str = "right") -> Any:
         found = (a @ b).astype(a.dtype)
@@ -281,7 +278,7 @@ def test_the_reason_also_says_what_all_elements_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("forgotten", [None, (), {}, []], ids=repr)
-def test_an_output_without_arrays_is_wrong_where_the_defaults_return_some(forgotten: Any) -> None:
+def test_an_output_without_the_defaults_arrays_is_wrong(forgotten: Any) -> None:
     @functools.partial(jax.jit, static_argnames=["do"])
     def kernel(x: Any, do: int = 1) -> Any:
         return forgotten if do == 2 else x * 2
@@ -292,7 +289,7 @@ def test_an_output_without_arrays_is_wrong_where_the_defaults_return_some(forgot
 
 
 @pytest.mark.parametrize("kind", ["list", "float", "string", "none", "lock"])
-def test_plain_callables_must_return_arrays_where_their_defaults_do(kind: str) -> None:
+def test_plain_callables_must_return_arrays_if_defaults_do(kind: str) -> None:
     def plain(x: Any, do: str = "right") -> Any:
         import threading
 
@@ -328,7 +325,7 @@ def test_static_parts_of_outputs_are_compared_by_value() -> None:
 
     @functools.partial(jax.jit, static_argnames=["do"])
     def step(x: Any, do: float = 0.1) -> Any:
-        # Two functions that are equal but for their identity, and one with another closure.
+        # Two functions differ only in identity; a third has another closure.
         return State(
             x * 2, types.SimpleNamespace(update=update(0.1)) if do == 0.3 else update(0.5 if do == 0.2 else 0.1)
         )
@@ -357,7 +354,7 @@ def test_inputs_are_moved_by_up_to_a_unit_and_zeros_stay(name: str) -> None:
     assert abs(np.mean((after - before)[normal] / before[normal])) < unit / 30
 
 
-def test_float32_is_moved_by_the_units_of_the_type_that_its_factors_are_rounded_to() -> None:
+def test_float32_moves_by_the_units_of_its_rounded_factors() -> None:
     x = jnp.ones((8, 8))
     plain, exact = (jax.make_jaxpr(lambda a, p=p: jnp.matmul(a, a, precision=p))(x) for p in (None, "highest"))
     assert rounding.coarsest_mantissa(plain.jaxpr, "cuda") == 10
@@ -370,13 +367,13 @@ def test_float32_is_moved_by_the_units_of_the_type_that_its_factors_are_rounded_
     assert 2.0**-12.5 < np.max(np.abs(found / values - 1)) <= 2.0**-11
 
 
-def test_what_is_not_finite_stays_where_inputs_are_moved() -> None:
+def test_non_finite_inputs_are_not_moved() -> None:
     values = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], np.float32)
     found = rounding.moved(np, values, np.uint32(1), np.int32(0))
     np.testing.assert_array_equal(found, values)
 
 
-def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() -> None:
+def test_one_infinity_or_nan_is_wrong_whatever_the_noise() -> None:
     wanted = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     noise = rounding.RoundingNoise(wanted, coarsest=None)
     noise.add(wanted * 1.5)
@@ -413,10 +410,10 @@ def test_large_numbers_have_the_noise_of_small_ones(size: float, on_device: bool
     assert differs(np.where(np.arange(10_000) < 9_900, wanted, 0))
 
 
-def test_numbers_beyond_the_range_of_float32_are_told_apart() -> None:
+def test_numbers_beyond_the_range_of_float32_differ() -> None:
     wanted = 1e40 * np.random.default_rng(0).standard_normal(10_000)
     noise = rounding.RoundingNoise(wanted, coarsest=None)
-    with np.errstate(all="raise"):  # as the author's module may have it
+    with np.errstate(all="raise"):  # the author's module may set this
         for seed in range(4):
             noise.add(rounding.moved(np, wanted, np.uint32(seed), np.int32(0)))
         allowance = noise.allowance()

@@ -1,4 +1,4 @@
-"""A compiled winner: it runs its executable where that fits the call, and the jitted function otherwise."""
+"""A compiled winner runs its executable if it fits the call, and otherwise the jitted function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 def jitted(fn: Callable[..., Any]) -> Any:
-    """Returns `fn` jitted; it has the tunable `n`, and `p` is static."""
+    """Returns `fn` jitted, with the tunable `n` and the static `p`."""
     return functools.partial(jax.jit, static_argnames=["n", "p"])(fn)
 
 
@@ -112,7 +112,7 @@ def by_names(x: Any, p: Any = None, n: int = 1) -> Any:
     return x["a"] - x["b"] if "a" in x else {"product": x["c"] * x["d"]}
 
 
-def test_a_first_call_with_other_containers_gets_the_functions_result() -> None:
+def test_a_first_call_with_other_containers_gets_its_result() -> None:
     winner = compiled(by_names, {"a": X, "b": X})
     for _ in range(2):
         np.testing.assert_array_equal(winner({"c": X, "d": X})["product"], X * X)
@@ -121,7 +121,7 @@ def test_a_first_call_with_other_containers_gets_the_functions_result() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class One:
-    """A class of outputs, whose programs have no tree of their own."""
+    """A class of outputs; programs do not contain its tree."""
 
     def __init__(self, only: Any) -> None:
         self.only = only
@@ -135,7 +135,7 @@ class One:
 
 
 class Other(One):
-    """Another such class."""
+    """Another class of outputs."""
 
 
 jax.tree_util.register_pytree_node_class(Other)
@@ -146,13 +146,13 @@ def by_length(x: Any, p: Any = None, n: int = 1) -> Any:
     return One(x) if len(x) == 3 else Other(x)
 
 
-def test_a_first_call_with_other_shapes_decides_no_class_of_the_outputs() -> None:
+def test_a_call_with_other_shapes_decides_no_output_class() -> None:
     winner = compiled(by_length, INTS)
     assert [type(winner(it)) for it in (jnp.arange(4), INTS, INTS)] == [Other, One, One]
 
 
 @pytest.mark.slow
-def test_a_program_that_cannot_be_loaded_leaves_the_call_to_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_loaded_runs_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     read = compile_check.from_data
     for damage in (lambda program: program[:100], lambda _: b"", lambda program: b"\0" + program[1:]):
         monkeypatch.setattr(
@@ -176,7 +176,7 @@ TRACED: list[Any] = []
 
 @jitted
 def sensitive(x: Any, p: Any = None, n: int = 1) -> Any:
-    """Its results depend on x64 and on PRNG keys, and its dtypes on the rules of promotion."""
+    """Depends on x64, on PRNG keys and on the rules of dtype promotion."""
     TRACED.append(x)
     return x @ x, jnp.arange(3), jax.random.normal(jax.random.PRNGKey(0), (2,)), x * jnp.arange(2), 0 * x / x
 
@@ -216,7 +216,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_under_other_settings_a_winner_returns_its_functions_result(loaded: Any, name: str) -> None:
+def test_under_other_settings_a_winner_runs_its_function(loaded: Any, name: str) -> None:
     usual = seen_of(loaded, SQUARE)
     jax.clear_caches()
     with SETTINGS[name]():
@@ -229,7 +229,7 @@ def test_under_other_settings_a_winner_returns_its_functions_result(loaded: Any,
     assert not TRACED
 
 
-def test_a_winner_runs_its_program_under_the_settings_that_it_was_compiled_under() -> None:
+def test_a_winner_runs_under_the_settings_it_was_compiled_for() -> None:
     with jax.enable_x64(True):
         winner = compiled(sensitive, SQUARE)
         TRACED.clear()
@@ -341,7 +341,7 @@ def test_a_class_that_validates_its_arrays_may_be_an_argument(tmp_path: Path) ->
     np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(pair), 2)
 
 
-def test_a_result_without_its_function_is_not_saved_over_a_complete_one(tmp_path: Path) -> None:
+def test_a_result_without_its_function_replaces_no_complete_one(tmp_path: Path) -> None:
     quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)(times).tune(INTS, 2).save(tmp_path)
     with pytest.raises(quarantune.SavedResultError, match="trusted=True"):
         quarantune.TuningResult.load(tmp_path).save(tmp_path)
@@ -350,7 +350,7 @@ def test_a_result_without_its_function_is_not_saved_over_a_complete_one(tmp_path
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_program_that_calls_lapack_is_loaded_in_a_fresh_process(tmp_path: Path) -> None:
+def test_a_program_with_lapack_is_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     (tmp_path / "lapack.py").write_text(
         """
 import functools, sys

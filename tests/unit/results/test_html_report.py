@@ -1,4 +1,4 @@
-"""Reports as HTML pages: their content, their size, strings that try to escape, and a real browser that draws them."""
+"""HTML reports are complete and small, contain hostile strings, and are drawn correctly by a real browser."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def trial(config: Config, rng: random.Random, ended_s: float) -> Trial:
 
 
 def data(*, key_values: Any, note: str = "", **fields: Any) -> ResultData:
-    """Returns a result as a report takes it."""
+    """Returns a result in the form that reports take."""
     return ResultData(TuningResult(key="", **fields), key_values, note)
 
 
 def changed(given: ResultData, **fields: Any) -> ResultData:
-    """Returns the same with other fields of the result."""
+    """Returns a copy with other fields of the result."""
     return dataclasses.replace(given, result=dataclasses.replace(given.result, **fields))
 
 
@@ -113,7 +113,7 @@ def result(count: int = 48, size: int = 512) -> ResultData:
 
 
 def sized() -> ResultData:
-    """Returns a result on a device whose peaks are known, of programs whose memory and costs are known."""
+    """Returns a result with known peaks of the device and known memory and costs of the programs."""
     whole = result()
     trials = [
         dataclasses.replace(
@@ -167,7 +167,7 @@ def hostile() -> ResultData:
 
 
 def failures() -> ResultData:
-    """Returns a result whose journal holds nothing but failures, of every kind."""
+    """Returns a result whose journal has only failures, of every kind."""
     kinds = [outcome for outcome in Outcome if outcome.is_failure]
     trials = [
         Trial(config={"a": a, "b": b}, outcome=kinds[(a + b) % len(kinds)], phase=Phase.MEASURE, message="no")
@@ -177,7 +177,7 @@ def failures() -> ResultData:
 
 
 def defaults_alone() -> ResultData:
-    """Returns a result of long values, of which only the defaults work."""
+    """Returns a result with long values; only the defaults work."""
     trials = [
         Trial(
             config={"mode": f"a rather long name of number {n}"},
@@ -250,7 +250,7 @@ def test_a_report_of_5000_noisy_trials_stays_below_3_megabytes() -> None:
     assert all(f"{n} " in data["texts"][at] for n, at in enumerate(data["problems"][0]["trials"]["log"]))
 
 
-def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
+def test_a_report_has_winner_finalists_ties_and_trial_order() -> None:
     (problem,) = page_data([result()])["problems"]
     trials, times = problem["trials"], problem["trials"]["ms"]
     best = min((ms, at) for at, ms in enumerate(times) if ms is not None)[1]
@@ -268,7 +268,7 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert trials["ended"][:3] == [0.4, 0.9, 1.4]
 
 
-def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_names() -> None:
+def test_enums_dtypes_and_objects_keep_their_names_as_tunables() -> None:
     @dataclasses.dataclass(frozen=True)
     class Rows:
         pass
@@ -294,7 +294,7 @@ def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_na
     }
 
 
-def test_a_report_tells_values_apart_that_look_alike_and_shows_no_tags() -> None:
+def test_a_report_tells_similar_values_apart_without_tags() -> None:
     way = {"$enum": "Way.UP"}
     rows = [(1, (way, 2)), (1.0, ((way,),)), (True, way), ("1", ())]
     trials = [Trial(config={"n": n, "way": ways}, outcome=Outcome.SLOW) for n, ways in rows]
@@ -304,7 +304,7 @@ def test_a_report_tells_values_apart_that_look_alike_and_shows_no_tags() -> None
     assert problem["choice"] == [["n", "1"], ["way", "[UP,2]"]]
 
 
-def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compared_with() -> None:
+def test_a_report_has_the_device_memory_and_the_peaks() -> None:
     (problem,) = page_data([sized()])["problems"]
     assert problem["peaks"] == {"gbps": 4800.0, "tflops": 494.7, "dtype": "float32"}
     trials, front = problem["trials"], problem["pareto"]
@@ -315,7 +315,7 @@ def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compa
     assert (trials["flops"][0], trials["moved"][0]) == pytest.approx((2 * 512**3, 3 * 512 * 512 * 4), rel=1e-5)
     mixed = {"a": {"shape": [8], "dtype": "float32"}, "b": {"shape": [8], "dtype": "bfloat16"}}
     (unsure,) = page_data([dataclasses.replace(sized(), key_values=mixed)])["problems"]
-    assert unsure["peaks"] == {"gbps": 4800.0, "tflops": None, "dtype": ""}, "which of them it multiplies is not known"
+    assert unsure["peaks"] == {"gbps": 4800.0, "tflops": None, "dtype": ""}, "the multiplied dtype is unknown"
     (unknown,) = page_data([result()])["problems"]
     assert (unknown["peaks"], unknown["pareto"]) == (None, [])
 
@@ -346,7 +346,7 @@ def test_only_what_is_cached_can_be_reported(tmp_path: Path) -> None:
     assert "without trials" in html_report.render([found])
 
 
-def test_the_report_of_a_whole_function_has_a_tunable_for_each_kernel(tmp_path: Path) -> None:
+def test_a_whole_functions_report_has_a_tunable_per_kernel(tmp_path: Path) -> None:
     trials = [
         Trial(config={"mm": f"BM={block}", "norm": ""}, outcome=Outcome.OK, time_ms=64 / block, samples_ms=(1.0,))
         for block in (32, 64)
@@ -380,7 +380,7 @@ def add(x: Any, n: int = 2) -> Any:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_reported_from_its_result_and_from_its_journals(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_sweep_is_reported_from_its_result_and_journals(tmp_path: Path, cache_dir: Path) -> None:
     options: dict[str, Any] = {"name": "adding", "rep": 3, "ref_fn": None}
     tuned = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)
     again = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)
@@ -413,7 +413,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def shown(window: Browser, tmp_path: Path, *results: ResultData) -> None:
-    """Draws a report, and asserts that the browser has nothing to complain of."""
+    """Draws a report, and asserts that the browser does not complain."""
     page = tmp_path / "report.html"
     html_report.write(page, results)
     window.size(1280, 900)
@@ -790,7 +790,7 @@ def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tm
         return performance.now() - began;"""
     assert window.run(steps) < 5_000
     assert window.complaints() == []
-    # It takes 0.3 s on a quiet machine, and a busy one gets three attempts at ten seconds.
+    # A quiet machine takes 0.3 s; a busy machine gets three attempts of ten seconds.
     drawn_ms = "return performance.getEntriesByName('quarantune-ready')[0].startTime"
     assert any(window.open(tmp_path / "report.html") or window.run(drawn_ms) < 10_000 for _ in range(3))
 

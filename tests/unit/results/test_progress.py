@@ -1,4 +1,4 @@
-"""Progress: the counts, the last line, terminals of any width, pipes, notebooks, Ctrl-C; rich itself is not tested."""
+"""Progress is right on terminals of any width, in pipes and notebooks, and after Ctrl-C; rich is not tested."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_progress_counts_what_waits_runs_and_is_done() -> None:
 @pytest.mark.parametrize(
     ("other", "own"), [(1, True), (1.0, 1), (True, 1.0), (Way.ON, 1), ((1,), (True,)), (-0.0, 0.0)]
 )
-def test_the_defaults_are_not_a_config_that_is_only_equal_to_them_in_python(other: Any, own: Any) -> None:
+def test_the_defaults_are_not_a_config_equal_only_in_python(other: Any, own: Any) -> None:
     progress = watched(2, Clock(), default={"n": own})
     progress.step(Trial(config={"n": other}, outcome=Outcome.OK, time_ms=1.0))
     assert "defaults" not in progress.view().lines()[-1]
@@ -139,7 +139,7 @@ def test_the_defaults_are_not_a_config_that_is_only_equal_to_them_in_python(othe
     assert progress.view().lines()[-1].endswith("2.00x faster than the defaults (1 ms against 2 ms)")
 
 
-def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
+def test_a_searchs_progress_says_how_many_of_how_many() -> None:
     clock = Clock()
     progress = watched(9, clock)
     ends: list[str] = []
@@ -167,7 +167,7 @@ def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
     ]
 
 
-def test_configs_that_are_only_compiled_are_not_said_to_be_timed() -> None:
+def test_configs_that_are_only_compiled_are_not_called_timed() -> None:
     progress = watched(1, Clock(), is_timed=False)
     progress.step(ended(0))
     assert progress.view().lines() == ["matmul f32[512,512]: 1 of 1 done (1 ok)", "0.0 s gone"]
@@ -221,7 +221,7 @@ def test_the_last_line_sums_up_the_sweep() -> None:
     assert shown_on(io.StringIO(), sweep, shown=False) == ""
 
 
-def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
+def test_an_interrupted_sweeps_last_line_says_how_to_resume() -> None:
     def stop(progress: Progress, clock: Clock) -> None:
         progress.on_interrupt("they are kept: the next call goes on from there")
         progress.step(ended(1, time_ms=0.5))
@@ -234,7 +234,7 @@ def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
     )
 
 
-def test_the_last_line_of_a_job_that_waited_says_for_whom() -> None:
+def test_a_waiting_jobs_last_line_names_the_tuner() -> None:
     def stop(progress: Progress, clock: Clock) -> None:
         progress.say("waiting for process 7 to tune it (5 s)")
         raise KeyboardInterrupt
@@ -283,7 +283,7 @@ def assert_in_time(event: threading.Event) -> None:
     assert event.wait(60)
 
 
-def test_two_sweeps_at_once_share_one_display_and_lose_no_last_line() -> None:
+def test_two_sweeps_share_a_display_and_lose_no_last_line() -> None:
     stream = io.StringIO()
     with Progress("outer", shown=None, stream=stream) as outer, Progress("inner", shown=None, stream=stream) as inner:
         inner.end("is done")
@@ -307,7 +307,7 @@ def test_a_stream_in_another_encoding_gets_the_last_line_escaped() -> None:
     assert stream.read() == "gr\\xf6\\xdfe: is done\n"
 
 
-def test_a_notebook_that_cannot_show_progress_does_not_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_that_shows_no_progress_ends_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("the kernel is shutting down")
 
@@ -348,11 +348,11 @@ for name in ("first", "second"):
 """
 
 
-def test_a_process_without_room_for_a_thread_shows_the_last_lines() -> None:
+def test_a_process_without_room_for_threads_shows_last_lines() -> None:
     assert python("-c", NO_THREADS) == "no thread can start\nfirst: is done\nsecond: is done\n"
 
 
-def test_a_display_whose_thread_cannot_start_leaves_the_sweep_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_display_without_its_thread_leaves_the_sweep_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -380,7 +380,7 @@ class Stream(io.StringIO):
         return super().write(text)
 
 with display.Progress("parent", 2, shown=True) as parent:
-    with parent._screen._lock, parent._screen._writing, display._making:  # as when another thread draws meanwhile
+    with parent._screen._lock, parent._screen._writing, display._making:  # another thread may draw at the fork
         child = os.fork()
     if not child:
         sys.stderr = Stream()
@@ -414,14 +414,12 @@ WRITTEN = (
     ("\x1b[34m50%\rblue\x1b[0m\n", [("blue", "blue")]),
     ("after\n", [("after", "default")]),
 )
-"""Texts, and the lines with their colours that a terminal shows of them."""
+"""Texts, each with the lines and colours that a terminal shows for it."""
 
 
 @pytest.mark.clients
 @pytest.mark.parametrize("columns", [80, 140])
-def test_line_ends_and_colours_are_kept_above_the_lines_that_are_redrawn(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_ends_and_colours_are_kept_above_redrawn_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pyte = pytest.importorskip("pyte")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -442,7 +440,7 @@ def test_line_ends_and_colours_are_kept_above_the_lines_that_are_redrawn(
     assert shown[len(expected)] == "matmul f32[512,512]: 0 of 48 done"
 
 
-def test_a_line_that_is_written_over_and_over_takes_no_more_room() -> None:
+def test_a_line_that_is_rewritten_takes_no_more_room() -> None:
     stream = Terminal()
     surface = display.Terminal(stream)
     surface.draw([watched(48, Clock()).view])
@@ -466,14 +464,14 @@ def test_a_stream_that_can_only_be_written_to_gets_the_last_line() -> None:
 
 
 @pytest.mark.clients
-def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_written_during_a_redraw_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     pyte = pytest.importorskip("pyte")
     monkeypatch.setenv("TERM", "xterm")
     is_late, is_drawn = threading.Event(), threading.Event()
     render = rich.text.Text.__rich_console__
 
     def render_late(text: rich.text.Text, *about: Any) -> Any:
-        if "printed" in text.plain:  # the way up to the first line is computed by now
+        if "printed" in text.plain:  # the display has computed the way up to its first line
             is_late.set()
             is_drawn.wait(1)
         return render(text, *about)
@@ -487,7 +485,7 @@ def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(m
     printing = threading.Thread(target=stream.write, args=("printed\n",))
     printing.start()
     assert_in_time(is_late)
-    progress.enter(1, "compile")  # one more line
+    progress.enter(1, "compile")  # adds a line to the display
     drawing = threading.Thread(target=lambda: (surface.draw([progress.view]), is_drawn.set()))
     drawing.start()
     printing.join()
@@ -542,9 +540,7 @@ def test_arrays_have_short_names() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_reports_phases_and_the_untuned_time(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[int, str]] = []
     default_ms: list[float | None] = []
     given: list[tuple[int, str]] = []
@@ -568,13 +564,13 @@ def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
             np.ones(1 << 16, np.float32)
         )
     phases = [phase for index, phase in noted if index == 0 and phase in ("compile", "check", "measure", "end")]
-    assert list(dict.fromkeys(phases)) == ["compile", "check", "measure", "end"]  # it is measured again if disturbed
+    assert list(dict.fromkeys(phases)) == ["compile", "check", "measure", "end"]  # a disturbed config is measured again
     assert {phase for index, phase in noted if index < 0} >= {"compile", "check", "measure", "end"}
     assert len(default_ms) == 1
     assert default_ms[0]
     assert ((0, READY) in noted) is (isolation == "process")
     on_device: set[int] = set()
-    for index, phase in noted:  # a config that waits again after its first run is ready, and not being measured
+    for index, phase in noted:  # a config that waits again after its first run is ready
         on_device = on_device | {index} if phase in ("check", "measure") else on_device - {index}
         assert len(on_device) <= 1
     assert given == [(index, phase) for index, phase in noted if index >= 0 and phase != READY]
@@ -595,7 +591,7 @@ DISTURBANCES = (
 
 
 def settled_screens(recording: Recording, columns: int) -> list[tuple[float, list[str]]]:
-    """Returns the screen after each piece that was followed by a pause, and in the end, and the seconds until then."""
+    """Returns the screens before each pause and at the end, each with its time in seconds."""
     pyte = pytest.importorskip("pyte")
     screen = pyte.Screen(columns, 100)
     stream = pyte.ByteStream(screen)
@@ -612,13 +608,13 @@ def settled_screens(recording: Recording, columns: int) -> list[tuple[float, lis
 def recordings(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, Future[Recording]]]:
-    """Records the sweep in terminals of two widths at once: each sleeps most of the time."""
+    """Records the sweep in terminals of two widths at once, as each sleeps most of the time."""
     place = tmp_path_factory.mktemp("terminals")
     file = place / "program.py"
     file.write_text(PROGRAM, encoding="utf-8")
 
     def run(columns: int) -> Recording:
-        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # as left by a resized terminal
+        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # a resized terminal leaves this
         return record(program_of(str(file), "24", "0.6", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
@@ -628,7 +624,7 @@ def recordings(
 @pytest.mark.slow
 @pytest.mark.clients
 @pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.long)])
-def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
+def test_a_terminal_gets_news_every_second_and_no_torn_line(
     recordings: dict[int, Future[Recording]], columns: int
 ) -> None:
     pytest.importorskip("pyte")
@@ -636,7 +632,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     assert recording.status == 0, recording.text
     screens = settled_screens(recording, columns)
     live = [(at, lines) for at, lines in screens if any(" of 24 done" in line for line in lines)]
-    # One line has the time gone, so that each redrawing makes a new one. What other threads write repeats the lines.
+    # One line shows the elapsed time, so that it is new at each redraw. Output of other threads repeats the lines.
     news: dict[str, float] = {}
     for at, lines in live:
         news.setdefault(next((line for line in lines if " s gone" in line), ""), at)
@@ -665,14 +661,14 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
         assert not any(re.search("careful|logged|printed|torn", line) for line in lines[at:])
     _, end = screens[-1]
     assert not any(re.search("━| of 24 done|now: ", line) for line in end)
-    assert re.search(LAST.replace(" ", ""), "".join(end).replace(" ", "")), end  # a line ends where the terminal does
+    assert re.search(LAST.replace(" ", ""), "".join(end).replace(" ", "")), end  # the terminal's width breaks lines
     assert end.count("torn apart") >= 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", ["one", "many"])
 @pytest.mark.long
-def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_goes_on(program: str, calls: str) -> None:
+def test_ctrl_c_says_what_is_kept_and_the_next_run_continues(program: str, calls: str) -> None:
     command = program_of(program, "5", "0.5", calls)
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
     assert stopped.status != 0
@@ -685,7 +681,7 @@ def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_go
     assert (many is not None) is (calls == "many")
     again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=280)
     assert again.returncode == 0, again.stderr
-    # The one call is resumed; of many, the last one is tuned now.
+    # The one call is resumed; of many calls, only the last is tuned now.
     last = LAST if calls == "many" else RESUMED
     assert re.search(last, again.stderr.replace("f32[4,8] ", "")), again.stderr
 

@@ -1,4 +1,4 @@
-"""Replays of searches against recorded trials."""
+"""Searches replay against recorded trials of any format, and damaged recordings are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARED_MEMORY_BYTES = 176 * 1024
 
 
 def hopper_like() -> list[Trial]:
-    """Returns 648 trials like those of a Hopper matmul, of which 408 need more shared memory than there is."""
+    """Returns 648 trials like a Hopper matmul's; 408 need too much shared memory."""
     trials = []
     sizes, names = (64, 128, 256), ("tile_m", "tile_n", "tile_k", "steps", "minor", "width", "wg")
     for values in itertools.product(sizes, sizes, (64, 128), (2, 4, 6), "MN", (1, 8, 16), "MN"):
@@ -134,7 +134,7 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path, monkeypatch: p
     trials.append(Trial(config={"BM": 64, "via": "a"}, outcome=Outcome.NOT_RUN))
     expected(quarantune.replay(trials, "exhaustive", seeds=[0]))
     journal = Journal(tmp_path, "matmul", "cpu", "key")
-    journal.append({"trial": Trial(config=ROWS[0][0], outcome=Outcome.CRASHED).to_json()})  # measured again later
+    journal.append({"trial": Trial(config=ROWS[0][0], outcome=Outcome.CRASHED).to_json()})  # a later trial replaces it
     for trial in trials:
         journal.append({"trial": trial.to_json()})
     Journal(tmp_path, "matmul", "cpu", "trouble").append({"config": "{}", "outcome": "crashed"})
@@ -152,7 +152,7 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path, monkeypatch: p
     expected(quarantune.replay(file, "exhaustive", seeds=[0]))
 
 
-def test_trials_replay_whose_values_json_holds_with_a_class(tmp_path: Path) -> None:
+def test_trials_with_tagged_objects_in_json_replay(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "matmul", "cpu", "key")
     for at, phase in enumerate(quarantune.Phase):
         config = {"alone": FrozenDict(a=(phase,)), "within": (phase,), "itself": phase}
@@ -162,7 +162,7 @@ def test_trials_replay_whose_values_json_holds_with_a_class(tmp_path: Path) -> N
     assert (replayed.size, replayed.optimum_ms) == (len(quarantune.Phase), 1.0)
 
 
-def test_a_journal_that_an_editor_has_saved_with_its_own_line_ends_replays(tmp_path: Path) -> None:
+def test_a_journal_with_an_editors_line_ends_replays(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "matmul", "cpu", "key")
     for at in range(3):
         journal.append({"trial": Trial(config={"n": at}, outcome=Outcome.OK, time_ms=1.0 + at).to_json()})
@@ -172,7 +172,7 @@ def test_a_journal_that_an_editor_has_saved_with_its_own_line_ends_replays(tmp_p
 
 
 @pytest.mark.parametrize("best", [0.0, -4.0])
-def test_a_score_of_zero_or_less_is_a_figure_like_any_other(best: float) -> None:
+def test_scores_of_zero_or_less_are_ordinary_figures(best: float) -> None:
     trials = [Trial(config={"n": at}, outcome=Outcome.OK, time_ms=1.0, score=best + at) for at in range(3)]
     result = quarantune.replay(trials, "exhaustive", seeds=[0])
     assert (result.optimum_ms, result.evaluations("exhaustive")) == (best, 1)
@@ -253,7 +253,7 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
             quarantune.replay(tmp_path / name)
 
 
-def test_a_damaged_journal_is_named_and_no_other_one(tmp_path: Path) -> None:
+def test_only_the_damaged_journal_is_named(tmp_path: Path) -> None:
     for host, trial in (("one", {"config": {"BM": 1}, "outcome": "ok", "time_ms": 1.0}), ("two", {"config": 1})):
         text = json.dumps({"trial": trial}).encode()
         line = b"%08x %b\n" % (zlib.crc32(text), text)
@@ -266,7 +266,7 @@ def test_a_damaged_journal_is_named_and_no_other_one(tmp_path: Path) -> None:
 
 
 def recorded(directory: Path) -> Path:
-    """Records ROWS in the journal of a function, and returns its file."""
+    """Records ROWS in a function's journal, and returns its file."""
     journal = Journal(directory, "matmul", "cpu", "key")
     for config, time in ROWS:
         ended = {"outcome": Outcome.ERROR} if isinstance(time, str) else {"outcome": Outcome.OK, "time_ms": time}
@@ -275,7 +275,7 @@ def recorded(directory: Path) -> Path:
     return file
 
 
-def test_lines_that_are_left_out_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
+def test_omitted_lines_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
     file = recorded(tmp_path)
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines, lines[0].replace(b"3.0", b"0.3"), b"\xff garbage \0\n"]))
@@ -370,7 +370,7 @@ def test_asking_one_by_one_costs_little_at_1000_trials(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_few_of_the_configs_tried_fail_where_most_of_the_space_does() -> None:
+def test_few_tried_configs_fail_in_a_space_that_mostly_fails() -> None:
     trials = hopper_like()
     assert sum(trial.outcome is Outcome.ERROR for trial in trials) == 408
     result = quarantune.replay(trials, seeds=range(8), max_trials=150)
@@ -383,7 +383,7 @@ def test_few_of_the_configs_tried_fail_where_most_of_the_space_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.name)
-def test_the_surrogate_finds_the_best_of_each_recorded_space_sooner_than_random(recording: Path) -> None:
+def test_the_surrogate_beats_random_in_each_recorded_space(recording: Path) -> None:
     result = quarantune.replay(read(recording), seeds=range(6), max_trials=150)
     assert result.size > 1000
     assert (result.evaluations("surrogate") or math.inf) < (result.evaluations("random") or 151)

@@ -1,4 +1,4 @@
-"""Tables, exports and messages: sorted and explained, and no config or message garbles a terminal or breaks print."""
+"""Tables, exports and messages are sorted and explained, and no config or message garbles a terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SWEEP = [
 ]
 
 
-def test_a_table_is_sorted_by_time_and_compared_with_the_defaults() -> None:
+def test_a_table_is_sorted_by_time_and_shows_the_defaults() -> None:
     result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2})
     assert first_words(result.table(width=100)) == [
         ["*", "1", "ok", "2.5"],
@@ -67,7 +67,7 @@ def test_a_table_is_sorted_by_time_and_compared_with_the_defaults() -> None:
     assert "3.10x" in result.table(width=100).splitlines()[1]
 
 
-def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
+def test_reasons_are_whole_and_shared_below_the_table() -> None:
     result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2})
     for width in (40, 60, 200):
         table = result.table(width=width)
@@ -117,7 +117,7 @@ def test_the_reason_for_the_winners_star_is_in_words(
     assert {mark for mark in marks if mark} == ({"*", "="} if tie else {"*"})
 
 
-def test_a_config_that_is_too_long_for_its_column_is_wrapped_not_cut() -> None:
+def test_a_config_too_long_for_its_column_is_wrapped_not_cut() -> None:
     long = Trial(config={"tiles": "of eight by a hundred and twenty-eight"}, outcome=Outcome.OK, time_ms=1.0)
     table = table_of([long], width=40, best_config=long.config)
     assert max(map(len, table.splitlines())) <= 40
@@ -125,7 +125,7 @@ def test_a_config_that_is_too_long_for_its_column_is_wrapped_not_cut() -> None:
     assert " ".join(re.sub("ok.*", "", line[3:]).strip() for line in rows) == long.config["tiles"]
 
 
-def test_eight_tunables_are_shown_by_column_and_those_of_one_value_once() -> None:
+def test_eight_tunables_have_columns_and_constants_one_line() -> None:
     names = ["BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_SIZE_M", "num_warps", "num_stages", "split_k", "layout"]
     fixed = {"GROUP_SIZE_M": 8, "layout": "row"}
     trials = [
@@ -239,7 +239,7 @@ def test_trials_are_exported_as_dicts_csv_and_a_data_frame(tmp_path: Path) -> No
     assert (two["config.outcome"], two["shape"], two["message"]) == ("a,b\n", "", f"no\\ud800 \u202e{CLEAR}\nmore")
 
 
-def test_the_choices_for_all_kernels_of_a_function_are_the_best_of_its_rows() -> None:
+def test_a_whole_functions_choices_are_the_best_of_its_rows() -> None:
     tried = [Trial(config={"mm": f"BM={n}", "norm": ""}, outcome=Outcome.OK, time_ms=64 / n) for n in (32, 64)]
     names = {"m.mm": {"BM": 64}, "m.norm": {}}
     result = ContextualResult(
@@ -297,7 +297,7 @@ ALIKE = [(1, True), (1, 1.0), (True, 1.0), (1, "1"), (None, "None"), ((1,), (Tru
 
 
 @pytest.mark.parametrize(("best", "own"), ALIKE)
-def test_a_table_shows_a_difference_between_values_that_look_alike(best: Any, own: Any) -> None:
+def test_a_table_shows_how_similar_values_differ(best: Any, own: Any) -> None:
     roles = {"best_config": {"n": best}, "default_config": {"n": own}, "default_time_ms": 2.0}
     heading, first, second, *_ = table_of([of(best, 1.0), of(own, 2.0)], width=100, **roles).splitlines()
     assert "all: " not in heading
@@ -307,7 +307,7 @@ def test_a_table_shows_a_difference_between_values_that_look_alike(best: Any, ow
 
 
 @pytest.mark.parametrize(("best", "own"), ALIKE)
-def test_defaults_that_are_no_config_do_not_win_by_being_equal_in_python(best: Any, own: Any) -> None:
+def test_unlisted_defaults_do_not_win_by_equality_in_python(best: Any, own: Any) -> None:
     roles = {"best_config": {"n": best}, "default_config": {"n": own}, "default_time_ms": 2.0}
     text = table_of([of(best, 1.0)], **roles)
     assert "speed-up: against the function's own defaults: 2 ms" in text
@@ -332,6 +332,6 @@ def test_a_table_of_any_whole_width_has_all_its_words(result: TuningResult, widt
 
 @pytest.mark.parametrize("result", TABLES)
 @pytest.mark.parametrize("width", [math.nan, math.inf, "80", 80.0])
-def test_a_width_that_is_not_a_whole_number_is_refused_by_name(result: TuningResult, width: Any) -> None:
+def test_a_fractional_width_is_refused_by_name(result: TuningResult, width: Any) -> None:
     with pytest.raises(TypeError, match=rf"width is {width!r}: give a whole number of columns"):
         result.table(width=width)

@@ -15,7 +15,7 @@ import quarantune
 X = np.ones((8, 8), np.float32)
 
 
-def test_the_text_is_that_of_the_winner_for_the_call_that_was_tuned(tmp_path: Path) -> None:
+def test_the_text_shows_the_winner_for_the_tuned_call(tmp_path: Path) -> None:
     @functools.partial(jax.jit, static_argnames=["n", "mode"])
     def scale(x: Any, mode: str = "add", n: int = 5) -> Any:
         if n != 7:
@@ -34,7 +34,7 @@ def test_the_text_is_that_of_the_winner_for_the_call_that_was_tuned(tmp_path: Pa
         loaded.lowered_text()
 
 
-def test_a_plain_callable_has_no_such_text() -> None:
+def test_a_plain_callable_has_no_program_text() -> None:
     result = quarantune.AutoTuner(np.sum, {"axis": [0]}, rep=1, ref_fn=None).run(X)
     with pytest.raises(TypeError, match="not jitted"):
         result.lowered_text()

@@ -1,4 +1,4 @@
-"""`TuningResult.save` is whole or absent: other savers, full disks and kills leave one of the results there."""
+"""`TuningResult.save` is atomic: after other savers, full disks and kills, one whole result is there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def doubled(x: Any, n: int = 1) -> Any:
 
 
 def result(n: int, *, size_bytes: int = 100) -> TuningResult:
-    """A result whose parts show whether they belong together."""
+    """Returns a result whose parts all contain its number."""
     config = {"n": n, "pad": "x" * size_bytes}
     return TuningResult(
         best_config=config, time_ms=1.0, trials=(), key="key", device="cpu", from_cache=False, tie=(), versions={},
@@ -42,12 +42,12 @@ def result(n: int, *, size_bytes: int = 100) -> TuningResult:
 
 
 def whole(directory: Path, *, quiet: bool = True) -> int:
-    """Loads what is saved, and returns which result it is; `quiet`: nobody saves meanwhile."""
+    """Loads the saved result and returns its number; `quiet` means that nobody saves at the same time."""
     loaded = TuningResult.load(directory)  # compares every checksum
     n = int(loaded.best_config["n"])
     assert loaded.name == f"f{n}"
     if not quiet:
-        return n  # the part that was loaded may be gone by now
+        return n  # another saver may have removed the loaded part
     (winner,) = directory.glob("winner*.bin") if len(list(directory.glob("winner*.bin"))) == 1 else [None]
     assert winner is None or set(winner.read_bytes()) == {n % 256}
     return n
@@ -57,7 +57,7 @@ def parts(directory: Path) -> list[str]:
     return sorted(re.sub(r"-[0-9a-f]+", "", path.name) for path in directory.iterdir())
 
 
-def test_a_saved_result_replaces_the_earlier_one_and_nothing_remains_of_that(tmp_path: Path) -> None:
+def test_a_saved_result_replaces_all_of_the_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for n in (1, 2, 3):
         result(n).save(tmp_path)
@@ -86,7 +86,7 @@ def test_a_result_of_an_earlier_version_is_loaded_and_replaced(tmp_path: Path) -
 
 
 def newer_layout(directory: Path) -> None:
-    """Saves a result as a version of the future may do."""
+    """Saves a result as a future version might."""
     result(1).save(directory)
     about = json.loads((directory / "result.json").read_text())
     about |= {"schema": 99, "files": {"names": ["not", "known"]}}
@@ -94,7 +94,7 @@ def newer_layout(directory: Path) -> None:
 
 
 def unreadable_layout(directory: Path) -> None:
-    """Saves a result whose JSON file is damaged, though its other files may still be of use."""
+    """Saves a result with a damaged JSON file and other files that may still be useful."""
     result(1).save(directory)
     (directory / "result.json").write_text('{"schema": 2, "files": {"functi')
 
@@ -104,7 +104,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def let_age(directory: Path) -> None:
-    """Gives all files of a directory a time of long ago, as results usually have."""
+    """Makes all files of a directory old, as saved results usually are."""
     for path in directory.iterdir():
         os.utime(path, (0, 0))
 
@@ -142,12 +142,12 @@ def test_a_result_that_the_disk_refuses_leaves_the_earlier_one(tmp_path: Path, l
 
 
 class EndingError(BaseException):
-    """Ends a save as Ctrl-C does."""
+    """Interrupts a save like Ctrl-C."""
 
 
 @pytest.mark.parametrize("step", ["write", "fsync", "replace", "unlink"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_save_that_is_interrupted_anywhere_leaves_one_whole_result(
+def test_an_interrupted_save_leaves_one_whole_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, step: str
 ) -> None:
     real = getattr(os, step)
@@ -172,9 +172,7 @@ def test_a_save_that_is_interrupted_anywhere_leaves_one_whole_result(
         assert whole(directory) == 3
 
 
-def test_a_result_that_cannot_be_read_for_a_moment_keeps_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_unreadable_for_a_moment_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, moved = (os.open, os.replace), []
 
     def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -212,7 +210,7 @@ def test_files_of_other_programs_stay_and_are_not_replaced(tmp_path: Path) -> No
         assert content(tmp_path / "other") == {"result.json": text.encode()}
 
 
-def test_what_cannot_be_pickled_or_written_as_json_changes_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_or_written_changes_nothing(tmp_path: Path) -> None:
     result(1).save(tmp_path)
     before = content(tmp_path)
 
@@ -266,7 +264,7 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path: Path, free_bytes: int) 
 
 
 def table(number: int, *, rows: int = 1) -> TuningResult:
-    """A result with so many trials."""
+    """Returns a result with `rows` trials."""
     trials = [Trial(config={"n": n}, outcome=Outcome.OK, time_ms=float(number)) for n in range(rows)]
     return TuningResult(best_config={"n": 0}, time_ms=1.0, trials=tuple(trials), key="key", device="cpu", fn=doubled)
 
@@ -291,7 +289,7 @@ def test_a_file_that_the_disk_refuses_leaves_the_earlier_one(
 
 
 @pytest.mark.parametrize("write", [TuningResult.to_csv, TuningResult.report])
-def test_a_file_in_a_directory_that_is_not_writable_is_named_or_written_where_it_is(
+def test_a_file_in_an_unwritable_directory_is_named_or_written(
     tmp_path: Path, write: Callable[[TuningResult, Path], None]
 ) -> None:
     place = tmp_path / "place"
@@ -345,7 +343,7 @@ def test_a_file_is_written_through_a_link_and_into_a_pipe(tmp_path: Path) -> Non
         table(1).to_csv(tmp_path)
 
 
-def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_the_usual_one(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -358,7 +356,7 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_the_usual_one(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_file_that_is_a_mount_is_written_where_it_is(tmp_path: Path) -> None:
+def test_a_mounted_file_is_written_in_place(tmp_path: Path) -> None:
     small, file = tmp_path / "small", tmp_path / "trials.csv"
     small.mkdir()
     file.touch()
@@ -412,7 +410,7 @@ def savers(directory: Path, turns: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_of_two_savers_one_result_is_there_whole_at_any_time(tmp_path: Path) -> None:
+def test_with_two_savers_one_whole_result_is_always_there(tmp_path: Path) -> None:
     result(0).save(tmp_path)
     with savers(tmp_path, 40) as process:
         assert process.stdout is not None
@@ -429,7 +427,7 @@ def test_of_two_savers_one_result_is_there_whole_at_any_time(tmp_path: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_savers_that_are_killed_leave_a_whole_result_and_soon_nothing_else(tmp_path: Path) -> None:
+def test_killed_savers_leave_a_whole_result_and_soon_no_more(tmp_path: Path) -> None:
     result(0).save(tmp_path)
     for _ in range(3):
         with savers(tmp_path, 10**9) as process:
@@ -455,7 +453,7 @@ def test_a_saver_removes_no_part_that_another_is_about_to_name(tmp_path: Path, m
     def replace(source: str, target: str, **where: int) -> None:
         if target == "result.json" and not others:
             others.append(True)
-            result(2).save(tmp_path)  # meanwhile, with all parts of the other saver there already
+            result(2).save(tmp_path)  # the outer saver has already written all its parts
             assert whole(tmp_path) == 2
         real(source, target, **where)
 

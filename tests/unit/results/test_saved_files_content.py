@@ -1,4 +1,4 @@
-"""A directory to load a result from may hold anything: each kind of damage is reported in one line."""
+"""Loading a result from any directory works or reports the damage in one line."""
 
 from __future__ import annotations
 

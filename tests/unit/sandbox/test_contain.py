@@ -1,4 +1,4 @@
-"""Shared memory that a config made goes with its worker; that of other processes stays."""
+"""A config's shared memory is removed with its worker; other processes keep theirs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ held: list[Any] = []
 
 
 def hold(x: Any, name: str, n: int = 0) -> Any:
-    """Config 1 attaches to shared memory of the caller, makes some of the same name elsewhere, and never ends."""
+    """Config 1 attaches to the caller's shared memory, makes more under similar names, and never ends."""
     if n == 1:
         held.append(SharedMemory(name=name))
         resource_tracker.unregister(f"/{name}", "shared_memory")  # type: ignore[attr-defined]
         held.append(SharedMemory(name=f"{name}-own", create=True, size=1 << 20))
         held.append(SharedMemory(name=f"{name}-other", create=True, size=1 << 20))
         held[-1].unlink()
-        subprocess.run(["touch", f"/dev/shm/{name}-other"], check=True)  # another process has made it anew
+        subprocess.run(["touch", f"/dev/shm/{name}-other"], check=True)  # now another process's file
         os.mkdir(f"/dev/shm/{name}-folder")
         for path in (Path(f"/dev/shm/{name}-plain"), Path(f"/dev/shm/{name}-folder/plain")):
             path.write_text("plain")
-        with open(file=f"/dev/shm/{name}", mode="r+b") as file:  # which was there before
+        with open(file=f"/dev/shm/{name}", mode="r+b") as file:  # the caller's file existed before
             held.append(pickle.loads(pickle.dumps(open)) is open and file.read(1))
         assert held[-1]
         signal.pause()
@@ -47,7 +47,7 @@ def hold(x: Any, name: str, n: int = 0) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_only_what_a_config_made_is_removed(start_method: str) -> None:
+def test_only_shared_memory_of_the_config_is_removed(start_method: str) -> None:
     name = f"shared-names-{os.getpid()}-{start_method}"
     ours = SharedMemory(name=name, create=True, size=1 << 12)
     try:
@@ -100,7 +100,7 @@ def dying(real):
 
 
 def run_noting(code: str, name: str, directory: Path) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Runs a process that notes its names as a worker does; returns it, and the file with its names."""
+    """Runs a process that notes names like a worker; returns it and the file with the names."""
     fd = os.open(directory / "names", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     command = [sys.executable, "-c", BEGINNING + code, name, str(fd)]
     return subprocess.run(command, pass_fds=[fd], capture_output=True, text=True, check=False), fd
@@ -129,7 +129,7 @@ NOTES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("made", MADE)
-def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> None:
+def test_noting_names_does_not_change_how_they_are_made(made: str, tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
     code = f"""
         os.umask(0o027)
@@ -156,7 +156,7 @@ def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> 
         assert said == dict.fromkeys(NOTES, said["nothing"])
 
 
-def test_a_directory_that_is_too_deep_to_be_removed_keeps_no_other_name(tmp_path: Path) -> None:
+def test_a_directory_too_deep_to_remove_keeps_no_other_name(tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
     code = f"""
         contain.note_in(fd)
@@ -178,7 +178,7 @@ def test_a_directory_that_is_too_deep_to_be_removed_keeps_no_other_name(tmp_path
 
 
 @pytest.mark.parametrize("made", [made for made in MADE if made != "mkdtemp"])
-def test_what_another_process_makes_at_the_same_moment_stays(made: str, tmp_path: Path) -> None:
+def test_shared_memory_of_other_processes_stays(made: str, tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
     code = f"""
 really_open = os.open
@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -> None:
+def test_a_killed_callers_config_leaves_no_shared_memory(tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-killed"
     (tmp_path / "script.py").write_text(KILLED)
     assert run_python(tmp_path / "script.py", name).returncode == -signal.SIGKILL
@@ -257,7 +257,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("killed", ["nobody", "caller", "template"])
-def test_the_directory_that_all_sweeps_share_ends_with_their_process(killed: str) -> None:
+def test_the_sweeps_shared_directory_ends_with_their_process(killed: str) -> None:
     done = run_python("-c", SHARES_A_DIRECTORY, killed)
     assert done.returncode == (-signal.SIGKILL if killed == "caller" else 0), done.stderr
     assert eventually(lambda: not Path(done.stdout.strip()).exists())

@@ -45,7 +45,7 @@ from quarantune.worker.arguments import BenchOptions
 
 OPTIONS = BenchOptions.of("cpu", Options(warmup=0, rep=1))
 PATIENCE_S = 60.0
-"""The longest wait for steps that take milliseconds on a quiet machine."""
+"""Longest wait, in seconds, for steps that take milliseconds on a quiet machine."""
 
 WORKLOAD = """
 import ctypes, fcntl, json, mmap, os, signal, sys, time
@@ -206,7 +206,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     wait_for(lambda: len(processes_below_us()) <= 1, "only the template remains")
     assert len(os.listdir("/proc/self/fd")) == fds
-    # No directories: those belong to compile checks for a TPU, which another process may be running.
+    # Directories belong to compile checks for a TPU, which another process may be running.
     left = [name for name in os.listdir("/dev/shm") if "quarantune" in name and Path("/dev/shm", name).is_file()]
     assert set(left) <= shared_memory
     assert list(scratch.iterdir()) == []
@@ -302,7 +302,7 @@ def measure(sandbox: Sandbox, worker: History) -> None:
 
 
 def run(sandbox: Sandbox, *, environ: dict[str, str] | None = None, **config: Any) -> History:
-    """Runs one config in a worker of its own and waits for the worker's end."""
+    """Runs one config in a new worker and waits for the worker's end."""
     worker = start(sandbox, environ=environ, **config)
     histories = {worker.number: worker}
     listen(sandbox, histories, lambda: worker.ended or worker.types)
@@ -319,7 +319,7 @@ def facts_of(sandbox: Sandbox, worker: History) -> dict[str, Any]:
 
 
 def forks_loaded(sandbox: Sandbox) -> bool:
-    """Whether workers are forks of a template that has loaded the payload, and not of the process's."""
+    """Returns whether workers are forks of the sweep's template, which has loaded the payload."""
     return sandbox.template_pid not in (None, template.shared().pid)
 
 
@@ -328,7 +328,7 @@ def sweep_template() -> psutil.Process:
         children = psutil.Process(template.shared().pid).children()
         return [child for child in children if is_running(child.pid)]
 
-    wait_for(lambda: len(running()) == 1, "that of an earlier sweep is gone")
+    wait_for(lambda: len(running()) == 1, "an earlier sweep's template is gone")
     return running()[0]
 
 
@@ -357,7 +357,7 @@ def test_a_worker_reports_each_phase_and_exits(method: str, load: Callable[..., 
 
 
 @METHODS
-def test_a_worker_has_its_own_session_environment_and_descriptors(
+def test_a_worker_has_its_own_session_environment_and_files(
     method: str, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -371,7 +371,7 @@ def test_a_worker_has_its_own_session_environment_and_descriptors(
     assert facts["stdin"] == ""
     assert facts["oom"] == "1000"
     assert facts["cwd"] == str(tmp_path)
-    assert len(facts["fds"]) < 15, "descriptors for the waiting times of its own threads are not counted"
+    assert len(facts["fds"]) < 15, "the list leaves out descriptors for threads' waiting times"
     assert "EXTRA" not in os.environ
     assert SANDBOX_MARK not in os.environ
 
@@ -404,7 +404,7 @@ def test_workers_do_not_inherit_blocked_or_ignored_signals(method: str, load: Ca
         signal.signal(signal.SIGHUP, hangup)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
-        worker = run(sandbox, do="say_what_signals_do")  # its exit is reported only if SIGCHLD arrives
+        worker = run(sandbox, do="say_what_signals_do")  # only SIGCHLD reports its exit
         python_ignores = [signal.SIGPIPE, signal.SIGXFSZ]
         assert facts_of(sandbox, worker) == {"blocked": [], "ignored": python_ignores}
 
@@ -472,11 +472,11 @@ def test_leaving_the_sandbox_kills_hanging_workers(
         listen(sandbox, histories, lambda: all(worker.types for worker in workers))
         for worker in workers:
             measure(sandbox, worker)
-        wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "they hang")
+        wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "the workers hang")
         pids = [sandbox.pid(worker.number) for worker in workers]
         assert all(pid is not None and is_running(pid) for pid in pids)
         leaves = time.monotonic()
-    assert time.monotonic() - leaves < PATIENCE_S, "nobody waits for the workers to end by themselves"
+    assert time.monotonic() - leaves < PATIENCE_S, "leaving does not wait for the workers to end"
     assert not any(pid is not None and is_running(pid) for pid in pids)
 
 
@@ -496,9 +496,7 @@ def test_sweeps_of_several_threads_are_independent(load: Callable[..., ModuleTyp
     assert totals == {number: [10.0 * number] * 3 for number in range(4)}
 
 
-def test_a_worker_that_cannot_start_is_lost_and_its_template_survives(
-    load: Callable[..., ModuleType],
-) -> None:
+def test_a_template_survives_a_worker_that_cannot_start(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, method="spawn") as sandbox:
         before = template.shared().pid
         worker = start(sandbox, do="nothing", environ={"TOO_LARGE_FOR_EXEC": "x" * 200_000})
@@ -574,16 +572,14 @@ def test_a_load_that_is_killed_twice_is_tried_a_third_time(
     ],
     ids=["a module-level array", "a module-level thread"],
 )
-def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
-    hostility: str, load: Callable[..., ModuleType]
-) -> None:
+def test_a_module_that_makes_forks_unsafe_is_loaded_by_workers(hostility: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=hostility)).act) as sandbox:
         assert not forks_loaded(sandbox)
         for _ in range(2):
             worker = run(sandbox, do="nothing")
             assert worker.types == ["Compiled", "Measured"]
             assert facts_of(sandbox, worker) == {"loaded": True}
-        assert sandbox.baseline_bytes > 10 << 20  # the template's memory, with JAX, does not count as the worker's
+        assert sandbox.baseline_bytes > 10 << 20  # the template's memory, including JAX, does not count for workers
 
 
 SENDS_DESCRIPTORS = """
@@ -630,7 +626,7 @@ LAZY = """
 """
 
 
-def test_a_module_that_would_be_imported_at_its_first_use_is_not_used(load: Callable[..., ModuleType]) -> None:
+def test_preparing_forks_touches_no_lazily_imported_module(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=f"    import sys{LAZY}")).act) as sandbox:
         assert forks_loaded(sandbox)
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
@@ -649,7 +645,7 @@ def test_a_module_that_would_be_imported_at_its_first_use_is_not_used(load: Call
         pytest.param("spawn", "orphan", marks=pytest.mark.slow),
     ],
 )
-def test_grandchildren_in_other_sessions_die_before_an_exit_is_reported(
+def test_grandchildren_in_other_sessions_die_before_the_exit(
     method: str, ending: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     path = tmp_path / "grandchild"
@@ -685,12 +681,12 @@ def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int,
     listen(sandbox, histories, lambda: all(worker.types for worker in workers))
     for worker in workers:
         measure(sandbox, worker)
-    wait_for(lambda: all(path.exists() for path in paths), "they hang")
+    wait_for(lambda: all(path.exists() for path in paths), "the workers hang")
     return histories
 
 
 @pytest.mark.parametrize("victims", ["the sweep's template", "the process's template", "both", "stopped and killed"])
-def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
+def test_a_sweep_continues_after_its_template_is_killed(
     victims: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
@@ -708,9 +704,9 @@ def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
         wait_for(lambda: not any(pid is not None and is_running(pid) for pid in pids), "its workers died with it")
         for number in histories:
             sandbox.forget(number)
-            sandbox.finish(number)  # as the scheduler does whose idle worker died while another scheduler ran
+            sandbox.finish(number)  # a scheduler does this if its idle worker died under another scheduler
         worker = run(sandbox, do="nothing")
-        if victims == "both" and worker.status is None:  # ordered from the other template before its death was noticed
+        if victims == "both" and worker.status is None:  # the dead template took the order unnoticed
             worker = run(sandbox, do="nothing")
         assert worker.types == ["Compiled", "Measured"]
         assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
@@ -725,7 +721,7 @@ def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], mon
         dying = template.shared().pid
         monkeypatch.setattr(template.Template, "is_alive", property(lambda self: True))
         process = psutil.Process(dying)
-        process.suspend()  # it forks no template for this sweep any more, which would do without it
+        process.suspend()  # suspended, it cannot fork a template for the sweep
         for each in (*process.children(), process):
             each.kill()
         for _ in range(3):
@@ -735,12 +731,12 @@ def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], mon
         assert template.shared().pid != dying
 
 
-def test_a_template_is_told_to_end_before_its_end_is_awaited(load: Callable[..., ModuleType]) -> None:
+def test_a_template_is_asked_to_end_before_the_wait_for_it(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         running = template.shared()
         template.close_shared()
-    assert running._process.returncode == 0, "it was waited for in vain, and killed"
+    assert running._process.returncode == 0, "the wait ended with a kill"
     template.shared()
 
 
@@ -752,7 +748,7 @@ def test_a_template_is_told_to_end_before_its_end_is_awaited(load: Callable[...,
         ("os.environ['EXTRA'] = 'left by a plugin'; raise SystemExit(3)", False),
     ],
 )
-def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
+def test_no_later_template_loads_a_plugin_that_spoils_one(
     plugin: str, is_spoiled: bool, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, loads = tmp_path / "path" / "jax_plugins", tmp_path / "loads"
@@ -776,11 +772,11 @@ def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
     assert warmed[0] == warmed[1]
     assert (first != warmed[0]) is is_spoiled
     template.close_shared()
-    template.shared()  # the next tests' one does not have the plugin
+    template.shared()  # the next tests need a template without the plugin
 
 
 @pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), pytest.param(False, 4, marks=pytest.mark.slow)])
-def test_an_installed_package_is_imported_once_for_all_later_sweeps(
+def test_later_sweeps_do_not_import_an_installed_package_again(
     is_installed: bool, imports: int, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, notes = f"library_{secrets.token_hex(4)}", tmp_path / "notes"
@@ -793,21 +789,21 @@ def test_an_installed_package_is_imported_once_for_all_later_sweeps(
     )
     monkeypatch.syspath_prepend(str(folder))
     act = load(f"import {library}\n{WORKLOAD}").act
-    monkeypatch.delenv("EXTRA")  # as where only workers import the package
+    monkeypatch.delenv("EXTRA")  # usually only workers import the package
     template.close_shared()
     for _ in range(3):
         with sandbox_for(act) as sandbox:
             assert forks_loaded(sandbox)
             facts = facts_of(sandbox, run(sandbox, do="say_who_i_am"))
-    assert facts["extra"] == ("theirs" if is_installed else None), "no worker imports it after the template has"
+    assert facts["extra"] == ("theirs" if is_installed else None), "workers do not import it after the template"
     shared_pid = str(template.shared().pid)
     pids = notes.read_text().split()
     assert len(set(pids)) == len(pids) == imports, (
-        "this process, the first sweep's template, and the shared or two more"
+        "this process, the first sweep's template, and the shared template or two more"
     )
     assert (shared_pid in pids) is is_installed
     template.close_shared()
-    template.shared()  # the next tests' one does not have the package
+    template.shared()  # the next tests need a template without the package
 
 
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:
@@ -857,7 +853,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
             patch.setattr(template, "wake", lambda pids: None)
             patch.setattr(template, "SILENT_CHECKS", 3)
             patch.setattr(template, "STOPPED_CHECKS", 3)
-            if seems == "silent":  # it is stopped here, too, because a sound template is never silent
+            if seems == "silent":  # a sound template is never silent, so that it is also stopped
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()
             assert run(sandbox, do="nothing").status is None
@@ -940,7 +936,7 @@ def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Pa
     assert python(*owner_script[1:], "both sweep", tmp_path / "pids") == "both did\n"
 
 
-def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_script: list[str], tmp_path: Path) -> None:
+def test_a_killed_owners_workers_die_despite_its_fork(owner_script: list[str], tmp_path: Path) -> None:
     path, template_path = tmp_path / "pids", tmp_path / "pids.template"
     with subprocess.Popen([*owner_script, "child stays", str(path)]) as owner:
         wait_for(lambda: path.exists() and path.read_text(), "the fork runs")
@@ -975,7 +971,7 @@ def test_a_log_that_grows_too_large_keeps_only_its_end(load: Callable[..., Modul
         assert log.endswith("drivel the end\n")
 
 
-def test_shortening_a_log_loses_nothing_that_is_written_meanwhile() -> None:
+def test_shortening_a_log_loses_nothing_written_at_that_time() -> None:
     for _ in range(20):
         fd = spool.create_log()
         code = "import os; [os.write(1, b'blah' * (16 << 10)) for _ in range(256)]; os.write(1, b'the last word')"
@@ -988,7 +984,7 @@ def test_shortening_a_log_loses_nothing_that_is_written_meanwhile() -> None:
         os.close(fd)
 
 
-def test_what_is_written_after_a_log_was_cleared_begins_a_new_one() -> None:
+def test_writing_after_a_log_was_cleared_begins_a_new_log() -> None:
     fd = spool.create_log()
     other = os.dup(fd)
     os.write(other, b"of the first config\n" * 200_000)
@@ -1002,7 +998,7 @@ def test_what_is_written_after_a_log_was_cleared_begins_a_new_one() -> None:
     os.close(other)
 
 
-def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_shortened_even_if_files_have_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_REMOVE")
     fd = spool.create_log()
     os.write(fd, b"blah\n" * 1_000_000 + b"the last word\n")
@@ -1013,7 +1009,7 @@ def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.Monkey
     os.close(fd)
 
 
-def test_a_log_that_is_cut_while_it_is_shortened_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_cut_while_it_is_shortened_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = spool.create_log()
     os.write(fd, b"blah\n" * 1_000_000)
     about = os.fstat(fd)
@@ -1037,7 +1033,7 @@ def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Calla
         assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
 
 
-def test_configs_compile_from_both_ends_of_their_list_and_troubled_ones_last() -> None:
+def test_configs_compile_from_both_ends_and_troubled_ones_last() -> None:
     configs = {index: {"id": index} for index in range(7)}
     assert list(routes._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
     assert routes._from_both_ends(configs, last=()) == configs

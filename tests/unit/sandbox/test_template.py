@@ -11,13 +11,13 @@ from quarantune.sandbox.template import TemplateWatch
 
 @pytest.fixture
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Process ids that were woken."""
+    """Ids of the woken processes."""
     pids: list[int] = []
     monkeypatch.setattr(template, "wake", pids.extend)
     return pids
 
 
-def test_a_template_that_stays_stopped_is_woken_and_then_given_up(
+def test_a_template_that_stays_stopped_is_woken_then_given_up(
     woken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "is_stopped", lambda pid: pid == 8)

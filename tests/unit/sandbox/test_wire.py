@@ -118,9 +118,7 @@ def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.
             ours.receive()
 
 
-def test_a_message_that_names_too_many_descriptors_costs_none_of_those_before_it(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_message_with_too_many_descriptors_harms_no_other(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     null = os.open(os.devnull, os.O_RDONLY)
     before = len(open_fds())
@@ -297,16 +295,14 @@ def test_each_frame_has_its_own_deadline(
     frame = encode({"type": "phase"})
     theirs.send(frame[:5])
     received = []
-    for _ in range(8):  # an incomplete frame is always waiting, but never the same one for long
+    for _ in range(8):  # always one incomplete frame, but a new one each time
         received += ours.receive()
         now += wire.FRAME_DEADLINE_S / 2
         theirs.send(frame[5:] + frame[:5])
     assert len(received) == 7
 
 
-def test_a_closed_connection_is_noticed_after_its_last_message(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_closed_connection_is_noticed_after_its_last_message(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     theirs.send(encode({"type": "measured"}))
     theirs.close()
@@ -317,16 +313,14 @@ def test_a_closed_connection_is_noticed_after_its_last_message(
         ours.send({"do": "measure"})
 
 
-def test_a_large_message_that_has_arrived_is_received_in_one_call(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_large_message_that_arrived_is_received_in_one_call(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     message = {"samples_ms": [0.125] * 12_000}
     assert len(encode(message)) < theirs.send(encode(message)) + 1
     assert ours.receive() == [(message, [])]
 
 
-def test_hanging_up_is_noticed_though_a_fork_holds_a_copy() -> None:
+def test_a_hang_up_is_noticed_even_if_a_fork_holds_a_copy() -> None:
     ours, theirs = wire.connection_pair()
     copy = os.dup(ours.fileno())
     ours.hang_up()
@@ -352,7 +346,7 @@ def test_a_peer_that_does_not_read_never_blocks_the_sender(ends: tuple[Connectio
 
 
 @pytest.mark.parametrize("where", ["in the caller", "in the worker", "in both"])
-def test_a_default_timeout_of_the_program_ends_no_wait_for_a_message(where: str) -> None:
+def test_the_programs_default_timeout_ends_no_wait(where: str) -> None:
     try:
         socket.setdefaulttimeout(None if where == "in the worker" else 0.01)
         ours, theirs = connection_pair()

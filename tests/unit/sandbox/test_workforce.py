@@ -1,4 +1,4 @@
-"""What every workforce promises to the scheduler: a sandbox, this process, both together, and the tests' own."""
+"""Every workforce keeps its promises to the scheduler: a sandbox, this process, both together, and the fake."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def file() -> Iterator[int]:
 
 
 def events_until(workforce: Workforce, is_last: Callable[[Event], bool]) -> list[Event]:
-    """Returns all events up to one."""
+    """Returns all events up to the first that `is_last` accepts."""
     found: list[Event] = []
     latest = time.monotonic() + deadline_s(60.0)
     while not any(map(is_last, found)):
@@ -123,7 +123,7 @@ def test_a_worker_that_is_killed_ends_once(workforce: Workforce) -> None:
     number = workforce.start(compiling())
     workforce.kill(number)
     assert [event.number for event in events_until(workforce, is_end) if is_end(event)] == [number]
-    # Until it is forgotten, nothing that is asked of it does harm, and it does not end again.
+    # Until it is forgotten, requests for it do no harm, and it does not end again.
     workforce.finish(number)
     workforce.clear_log(number)
     assert isinstance(workforce.log(number), str)
@@ -132,7 +132,7 @@ def test_a_worker_that_is_killed_ends_once(workforce: Workforce) -> None:
     assert not any(map(is_end, workforce.poll(0.2)))
 
 
-def test_workers_have_numbers_of_their_own(workforce: Workforce) -> None:
+def test_each_worker_has_its_own_number(workforce: Workforce) -> None:
     numbers = [workforce.start(compiling()) for _ in range(3)]
     assert len(set(numbers)) == 3
     for number in numbers:
@@ -143,13 +143,13 @@ def test_workers_have_numbers_of_their_own(workforce: Workforce) -> None:
     assert sorted(event.number for event in ends) == sorted(numbers)
 
 
-def test_what_all_workers_share_is_known(workforce: Workforce) -> None:
+def test_the_memory_all_workers_share_is_known(workforce: Workforce) -> None:
     workforce.share_modules(["json"])
     assert workforce.baseline_bytes >= 0
     assert all(len(each) == 2 for each in workforce.common_files())
 
 
-def test_where_this_process_measures_a_worker_that_leaves_a_program_is_in_the_sandbox(file: int) -> None:
+def test_in_process_measuring_leaves_compiling_to_the_sandbox(file: int) -> None:
     with _made("this process and a sandbox") as workforce:
         workforce.open(load_timeout_s=60.0)
         compiler = workforce.start(compiling(last=True), fds=[file])

@@ -1,4 +1,4 @@
-"""Configs that are predicted to compile for long begin first, also where values are opaque."""
+"""Configs predicted to compile for long begin first, even if their values are opaque."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 
 
 def last_end_s(configs: Sequence[Config], times_s: Sequence[float], *, model: CompileTimes | None) -> float:
-    """Returns when the last of some configs is compiled; without a model, they begin in a sweep's first order."""
+    """Returns the time of the last compilation; without a model, configs begin in a sweep's initial order."""
     jobs = [Job(index, config) for index, config in enumerate(configs)]
     waiting = [*_from_both_ends(dict(enumerate(jobs)), ()).values()]
     running: list[tuple[float, int, float]] = []
@@ -84,7 +84,7 @@ def grid(rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize(
     ("configs", "draw_s", "most"), [(PLACES, families, 0.98), (PLACES, hill, 0.97), (GRID, grid, 0.95)]
 )
-def test_compiling_ends_sooner_where_neighbours_compile_similarly_long(
+def test_compiling_ends_sooner_if_neighbours_take_alike(
     configs: list[Config], draw_s: Callable[[np.random.Generator], np.ndarray], most: float
 ) -> None:
     log, error = gain(configs, draw_s)
@@ -92,12 +92,12 @@ def test_compiling_ends_sooner_where_neighbours_compile_similarly_long(
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 1.0])
-def test_compiling_ends_no_later_where_places_say_nothing(spread: float) -> None:
+def test_compiling_ends_no_later_if_places_predict_nothing(spread: float) -> None:
     log, error = gain(PLACES, lambda rng: scattered(rng, spread))
     assert log < 3 * error, (log, error)
 
 
-def test_neighbours_are_numbers_by_size_and_other_values_in_the_order_of_the_list() -> None:
+def test_neighbours_are_numbers_by_size_and_others_by_order() -> None:
     numbers = [Job(index, {"place": place}) for index, place in enumerate([9, 1, 5, 2, 8])]
     model = CompileTimes()
     model.add(numbers[0], 8.0)
@@ -112,7 +112,7 @@ def test_neighbours_are_numbers_by_size_and_other_values_in_the_order_of_the_lis
     assert [job.config["kind"] for job in model.longest_first(late, {})] == [Kind.LARGE, Kind.HUGE, Kind.SMALL]
 
 
-def test_ordering_thousands_of_opaque_configs_solves_for_few_effects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordering_thousands_of_configs_solves_few_effects(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, solve = [], np.linalg.solve
     monkeypatch.setattr(np.linalg, "solve", lambda normal, right: (sizes.append(len(normal)), solve(normal, right))[1])
     jobs = [Job(index, {"place": index, "flag": index % 2 == 0}) for index in range(4000)]

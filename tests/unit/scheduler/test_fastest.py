@@ -10,7 +10,7 @@ from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def first_run(worker: FakeWorker, run_ms: float, cpu_ms: float, *, is_disturbed: bool = False, **more: bool) -> Said:
@@ -18,7 +18,7 @@ def first_run(worker: FakeWorker, run_ms: float, cpu_ms: float, *, is_disturbed:
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
-def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_first(is_disturbed: bool) -> None:
+def test_in_the_callers_process_the_fastest_continues_first(is_disturbed: bool) -> None:
     def act(worker: FakeWorker) -> list[Step]:
         run_ms = 40.0 * (8 - int(worker.trial or 0))
         if worker.task.checked:
@@ -37,8 +37,8 @@ def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_fir
     assert len(slow) + len(again) == 8
 
 
-@pytest.mark.parametrize("again_ms", [2.0, 9.0], ids=["quiet by then", "busy still"])
-def test_a_config_whose_runs_were_disturbed_is_measured_once_more_after_the_others(again_ms: float) -> None:
+@pytest.mark.parametrize("again_ms", [2.0, 9.0], ids=["quiet then", "still busy"])
+def test_a_config_with_disturbed_runs_is_measured_again_last(again_ms: float) -> None:
     seen: list[int | None] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -57,7 +57,7 @@ def test_a_config_whose_runs_were_disturbed_is_measured_once_more_after_the_othe
     assert result.trials[0].samples_ms == ((2.0,) * 3 if again_ms == 2.0 else (8.0, 9.0, 9.0))
 
 
-def test_a_disturbed_config_keeps_its_times_where_the_time_is_over_before_it_is_measured_again() -> None:
+def test_a_disturbed_config_keeps_its_times_when_time_is_over() -> None:
     is_over: list[bool] = []
 
     class Ending(type(NOTHING_MORE)):  # type: ignore[misc]
@@ -76,7 +76,7 @@ def test_a_disturbed_config_keeps_its_times_where_the_time_is_over_before_it_is_
 
 
 @pytest.mark.parametrize("disturbed", [0, 5], ids=["quiet", "busy"])
-def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(disturbed: int) -> None:
+def test_first_runs_rule_configs_out_on_a_quiet_machine_only(disturbed: int) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         run_ms = 100.0 if worker.trial else 40.0
         if worker.do != "Measure":
@@ -95,7 +95,7 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
     assert sorted(noise) == sorted([(40.0, 40.0), *[(100.0, 50.0)] * disturbed, *[(100.0, 100.0)] * (7 - disturbed)])
 
 
-def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None:
+def test_a_first_run_that_cannot_win_is_stopped_as_slow() -> None:
     limits: dict[int | None, float | None] = {}
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -113,13 +113,13 @@ def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None
     slow = result.trials[2]
     assert (slow.phase, slow.time_ms, slow.own_ms, slow.samples_ms) == ("check", 480.0, 480.0, (520.0,))
     assert slow.message == "its first run was stopped, because another config is clearly faster"
-    assert limits[0] is None, "there is nothing to compare the first one with"
-    assert (limits[1], limits[2]) == (4 * 2 * 60.0, 3 * 2 * 60.0), "the more is known of the noise, the sooner"
-    assert limits[3] is None, "the time of the function's defaults is of interest in any case"
+    assert limits[0] is None, "the first config has no rival yet"
+    assert (limits[1], limits[2]) == (4 * 2 * 60.0, 3 * 2 * 60.0), "more knowledge of the noise ends runs sooner"
+    assert limits[3] is None, "the defaults always get a time"
 
 
 @pytest.mark.parametrize(("run_ms", "cpu_ms"), [(float("nan"), 1.0), (-1.0, 1.0), (1.0, float("inf"))])
-def test_a_stop_that_makes_no_sense_ends_its_worker(run_ms: float, cpu_ms: float) -> None:
+def test_an_impossible_stop_ends_its_worker(run_ms: float, cpu_ms: float) -> None:
     act = when("Measure", lambda worker: [(0.2, first_run(worker, run_ms, cpu_ms, was_ended=True))])
     result = run(plan_for(Route.TOGETHER, parked=8), 3, for_config(1, act))
     assert result.outcomes == ["ok", "crashed", "ok"]

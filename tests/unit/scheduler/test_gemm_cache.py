@@ -1,4 +1,4 @@
-"""Programs that share products wait for the first of them, whose kernels XLA leaves for the others."""
+"""Programs that share products wait for the first of them, because XLA leaves its kernels for the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripted import ROUTES, Act, FakeWorker, Step, plan_for, run
 
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 COMPILE_S = 3.0
 
@@ -20,12 +20,12 @@ def compiles_products(
     begun: list[int] | None = None,
     ends: Callable[[FakeWorker], list[Step]] | None = None,
 ) -> Act:
-    """Has configs compile for three seconds once they are told to proceed.
+    """Makes configs compile for three seconds once they may proceed.
 
     Args:
-        products: those of each config.
-        begun: gets the configs in the order in which they are compiled.
-        ends: how each ends that does not compile.
+        products: the products of each config.
+        begun: receives the configs in the order of their compilations.
+        ends: the steps of configs that do not compile.
     """
 
     def compiled(worker: FakeWorker) -> list[Step]:
@@ -49,29 +49,29 @@ def compiles_products(
 
 
 @ROUTES
-def test_programs_wait_for_the_one_that_has_most_of_their_products(route: Route) -> None:
+def test_programs_wait_for_the_one_with_most_of_their_products(route: Route) -> None:
     begun: list[int] = []
     result = run(plan_for(route), 3, compiles_products(dict.fromkeys(range(3), ("a", "b", "c")), begun))
     assert result.outcomes == ["ok"] * 3
     assert begun == [0, 1, 2]
-    # Both begin when the first has been compiled, at the same time.
+    # The other two begin together after the first has compiled.
     assert 2 * COMPILE_S < result.seconds < 3 * COMPILE_S
 
 
 @ROUTES
 @pytest.mark.parametrize("other", [["x", "y", "z"], ["a", "x", "y"], []])
-def test_programs_that_share_less_than_half_of_their_products_do_not_wait(route: Route, other: list[str]) -> None:
+def test_programs_that_share_few_products_do_not_wait(route: Route, other: list[str]) -> None:
     result = run(plan_for(route), 2, compiles_products({0: ["a", "b", "c"], 1: other}))
     assert result.outcomes == ["ok"] * 2
     assert result.seconds < 2 * COMPILE_S
 
 
 @ROUTES
-def test_what_one_program_has_tried_no_later_one_waits_for(route: Route) -> None:
+def test_no_program_waits_for_products_already_tried(route: Route) -> None:
     products = {0: ["a", "b"], 1: ["a", "b"], 2: ["a", "b", "own"], 3: ["a", "b", "own"]}
     result = run(plan_for(route, slots=4), 4, compiles_products(products))
     assert result.outcomes == ["ok"] * 4
-    # The first; then the second and the third; then the fourth, which waits for what is the third's own.
+    # First 0; then 1 and 2; then 3, which waits for the extra product of 2.
     assert 3 * COMPILE_S < result.seconds < 4 * COMPILE_S
 
 
@@ -96,11 +96,11 @@ def raises(worker: FakeWorker) -> list[Step]:
 
 @ROUTES
 @pytest.mark.parametrize(("end", "outcome"), [(hangs, "timeout"), (crashes, "crashed"), (raises, "error")])
-def test_a_program_that_does_not_compile_holds_up_the_others_once(
+def test_a_program_that_does_not_compile_delays_others_once(
     route: Route, end: Callable[[FakeWorker], list[Step]], outcome: str
 ) -> None:
     plan = plan_for(route, slots=4)
     result = run(plan, 4, compiles_products(dict.fromkeys(range(4), ("a",)), ends=end))
     assert result.outcomes == [outcome] * 4
-    # The first until it ends, then all others at the same time.
+    # The first alone until it ends, then all others at the same time.
     assert result.seconds < 3 * plan.plan.compile_timeout_s

@@ -24,11 +24,11 @@ from scripted import (
 
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def shares_a_program(worker: FakeWorker) -> list[Step] | None:
-    """Even configs lower to one program and odd ones to another."""
+    """Even configs lower to one program, odd configs to another."""
     return compiles(worker, program=f"program {(worker.trial or 0) % 2}") if worker.do == "Compile" else None
 
 
@@ -74,20 +74,20 @@ def lowers(worker: FakeWorker, program: str, *then: Step) -> list[Step]:
     ]
 
 
-def test_configs_that_wait_for_an_unfit_config_are_left_over_with_it() -> None:
+def test_configs_waiting_for_an_unfit_config_are_left_over() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or (worker.trial == 0 and worker.starts):
             return None
-        if worker.trial == 2:  # lost with its template, like 0, and unfit the next time
+        if worker.trial == 2:  # lost with its template like 0, then unfit
             end = (0.1, worker.raises("compile", "unfit")) if worker.starts else (1.6, worker.ends(None))
             return [(0.1, worker.says("PhaseEntered", "compile")), end]
         return compiles(worker, program="same") if worker.trial else lowers(worker, "same", (1.5, worker.ends(None)))
 
-    result = run(plan_for(Route.APART, slots=3), 3, act)  # which checks that every config ends
+    result = run(plan_for(Route.APART, slots=3), 3, act)  # `run` checks that every config ends
     assert set(result.trials) | set(result.leftovers.unfit) == {0, 1, 2}
 
 
-def test_a_lost_config_that_then_lowers_differently_releases_those_that_waited() -> None:
+def test_a_config_that_lowers_anew_releases_its_waiters() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -99,20 +99,18 @@ def test_a_lost_config_that_then_lowers_differently_releases_those_that_waited()
 
 
 @pytest.mark.parametrize(("lowering_s", "outcome_of_same_program"), [(4.0, "ok"), (1.0, "timeout")])
-def test_a_deadline_used_up_by_tracing_does_not_count_for_the_same_program(
-    lowering_s: float, outcome_of_same_program: str
-) -> None:
+def test_a_deadline_spent_tracing_fails_no_equal_program(lowering_s: float, outcome_of_same_program: str) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial != 0:
             return compiles(worker, program="same") if worker.do == "Compile" else None
         lowered = (lowering_s, worker.says("Lowered", "compile", program="same"))
-        return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # and compiles for ever
+        return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # compiles for ever
 
     result = run(plan_for(Route.APART, slots=1), 2, act)
     assert result.outcomes == ["timeout", outcome_of_same_program]
 
 
-def test_configs_that_wait_for_the_same_program_hold_no_descriptors() -> None:
+def test_configs_waiting_for_one_program_hold_no_descriptors() -> None:
     most, before = 0, len(os.listdir("/proc/self/fd"))
 
     def count() -> None:
@@ -123,7 +121,7 @@ def test_configs_that_wait_for_the_same_program_hold_no_descriptors() -> None:
     assert 0 < most < 20
 
 
-def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
+def test_an_unloadable_program_is_left_to_the_other_route() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         is_hit = worker.do == "Measure" and worker.trial == 1
         return [(0.1, worker.raises("load", "unfit"))] if is_hit else None
@@ -133,7 +131,7 @@ def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
     assert result.outcomes == ["ok"] * 2
 
 
-def test_a_program_that_a_used_worker_cannot_load_is_given_to_a_fresh_one() -> None:
+def test_a_program_a_used_worker_cannot_load_gets_a_fresh_one() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.raises("load", "unfit"))] if worker.do == "Measure" and worker.measured else None
 
@@ -151,7 +149,7 @@ def test_configs_with_the_same_program_end_with_the_last_device(route: Route) ->
 
 
 @pytest.mark.parametrize("loads", [0, 2])
-def test_where_the_first_program_cannot_be_loaded_no_other_is_tried(loads: int) -> None:
+def test_if_the_first_program_cannot_be_loaded_none_is_tried(loads: int) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
@@ -170,7 +168,7 @@ def test_where_the_first_program_cannot_be_loaded_no_other_is_tried(loads: int) 
         assert result.leftovers.why_unfit == "Invalid metadata"
 
 
-def test_no_config_goes_on_waiting_for_an_unfit_program() -> None:
+def test_no_config_keeps_waiting_for_an_unfit_program() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -207,6 +205,6 @@ def test_an_unfit_program_is_left_over_with_those_not_yet_begun() -> None:
         ]
 
     result = run(plan_for(Route.APART, slots=2, target=TARGET), 8, for_config(1, unfit))
-    assert set(result.trials) == {0}  # it was being compiled then, and went its way
+    assert set(result.trials) == {0}  # config 0 was already compiling
     assert set(result.leftovers.unfit) == set(range(1, 8))
     assert result.leftovers.why_unfit == "XLA tunes its dot_general on the device"

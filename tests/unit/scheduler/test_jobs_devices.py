@@ -1,4 +1,4 @@
-"""Devices are shared, have one owner at a time where they must, and are withdrawn where workers fail on them."""
+"""Devices are shared, exclusive ones have one owner at a time, and devices that fail workers are withdrawn."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from scripted import (
     for_config,
     gets_ready,
     immortal,
+    lacks_device_memory,
     measures,
     plan_for,
     run,
@@ -40,7 +41,7 @@ from quarantune.values.codec import DamageError
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, SandboxError, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 KILL_DEADLINE_S = 10.0
@@ -48,7 +49,7 @@ ROUTES_OF_ONE_OWNER = pytest.mark.parametrize("route", [Route.TOGETHER, Route.AP
 
 
 class OneOwner(FakeSandbox):
-    """A sandbox whose device only one worker may use at a time; workers take long to die."""
+    """A sandbox with a device for one worker at a time; workers take long to die."""
 
     def __init__(self, clock: Clock, act: Act, *, is_together: bool) -> None:
         super().__init__(clock, act, kill_s=0.5)
@@ -87,7 +88,7 @@ def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> N
 
 
 @ROUTES_OF_ONE_OWNER
-def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Route) -> None:
+def test_a_devices_owner_ends_before_others_use_the_device(route: Route) -> None:
     is_together = route is Route.TOGETHER
     clock = Clock()
     sandbox = OneOwner(clock, lambda worker: None, is_together=is_together)
@@ -104,9 +105,7 @@ def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Rou
 
 
 @ROUTES
-def test_another_tuner_has_turns_on_the_device_though_compiled_configs_always_wait(
-    route: Route, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_tuner_has_turns_though_configs_always_wait(route: Route, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     plan = plan_for(route, parked=60, timeout_s=10.0, configs_per_worker=1 if route is Route.TOGETHER else 100)
     rival, turns = Lease(plan.devices[0]), []
@@ -136,9 +135,7 @@ def test_two_devices_share_the_configs(route: Route) -> None:
 
 
 @ROUTES
-def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
-    route: Route,
-) -> None:
+def test_an_unkillable_worker_costs_its_device_not_the_sweep(route: Route) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8)
     result = run(plan, 12, for_config(1, when("Measure", immortal)))
     assert result.outcomes == ["ok", "timeout", *["ok"] * 10]
@@ -150,7 +147,7 @@ def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
 
 
 @ROUTES
-def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route) -> None:
+def test_every_config_ends_when_the_last_device_is_withdrawn(route: Route) -> None:
     result = run(plan_for(route, slots=2), 12, for_config(1, when("Measure", immortal)))
     assert result.trials[1].outcome is Outcome.TIMEOUT
     assert set(result.outcomes) <= {"ok", "timeout", "lost"}
@@ -166,7 +163,7 @@ def test_an_unkillable_compile_worker_costs_only_its_config() -> None:
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker: int) -> None:
+def test_a_device_whose_workers_never_get_ready_is_withdrawn(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, devices=fake_devices(2), configs_per_worker=configs_per_worker)
     broken = plan.devices[0].token
 
@@ -184,7 +181,7 @@ def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker:
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize(("status", "outcome"), [(-int(signal.SIGSEGV), "crashed"), (None, "lost")])
-def test_without_a_ready_worker_on_the_last_device_every_config_says_why(
+def test_without_a_worker_on_the_last_device_configs_say_why(
     configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
@@ -193,45 +190,37 @@ def test_without_a_ready_worker_on_the_last_device_every_config_says_why(
     assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
 
 
-def out_of_memory(worker: FakeWorker) -> list[Step]:
-    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
-
-
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacked_memory_beside_standby_workers_is_tried_again(
-    configs_per_worker: int,
-) -> None:
+def test_standby_workers_memory_costs_a_config_only_a_retry(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    once = for_config(1, when("Measure", lambda worker: None if worker.starts else out_of_memory(worker)))
+    once = for_config(1, when("Measure", lambda worker: None if worker.starts else lacks_device_memory(worker)))
     result = run(plan, 12, once)
     assert result.outcomes == ["ok"] * 12
     again = [worker.trial for worker in result.sandbox.given if worker.do != "Compile"]
     since = again[len(again) - again[::-1].index(1) - 1 :]
-    # From then on a worker is made ready only when there is no other.
+    # From then on at most one standby worker is made ready at a time.
     assert all(since[at + 1] is not None for at in range(len(since) - 1) if since[at] is None)
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacks_device_memory_alone_too_is_device_oom(configs_per_worker: int) -> None:
+def test_a_config_that_lacks_memory_alone_is_device_oom(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
+    result = run(plan, 6, for_config(1, when("Measure", lacks_device_memory)))
     assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
     assert len(result.given("Measure", 1)) == 2
 
 
-def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
+def test_standby_workers_that_lack_memory_cost_no_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        return out_of_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
+        return lacks_device_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
 
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
 
 
 @pytest.mark.parametrize("fault", ["damage", "deadline"])
-def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dying_standby_worker_is_blamed_on_its_device(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     prepared = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -242,7 +231,7 @@ def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
             return [
                 (0.05, worker.says("PhaseEntered", "check")),
                 (delay_s, worker.says("PhaseEntered", "measure")),
-                *out_of_memory(worker),
+                *lacks_device_memory(worker),
             ]
         return None
 
@@ -256,10 +245,10 @@ def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
 
 
 @pytest.mark.parametrize("do", ["Compile", "Prepare", "Measure"])
-def test_on_a_device_with_memory_for_one_worker_every_config_is_compiled_and_measured(do: str) -> None:
+def test_a_device_with_room_for_one_worker_runs_every_config(do: str) -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step] | None:
         is_alone = [*sandbox.workers] == [worker.number]
-        return out_of_memory(worker) if worker.do == do and not is_alone else None
+        return lacks_device_memory(worker) if worker.do == do and not is_alone else None
 
     clock = Clock()
     sandbox = FakeSandbox(clock, lacks_memory)
@@ -268,7 +257,7 @@ def test_on_a_device_with_memory_for_one_worker_every_config_is_compiled_and_mea
 
 
 def test_a_device_without_memory_for_one_worker_is_withdrawn() -> None:
-    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
+    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", lacks_device_memory))
     assert result.outcomes == ["device_oom"] * 6
 
 
@@ -285,7 +274,7 @@ def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
 
 
 def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> dict[str, set[int]]:
-    """Runs three configs, all unfit for the split route, on another one; returns the workers by the task they got."""
+    """Runs three configs unfit for the split route on another route; returns the workers of each task."""
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         is_unfit = worker.do == "Compile" and not worker.starts
@@ -315,13 +304,13 @@ def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> d
 
 
 @pytest.mark.parametrize("route", [Route.HANDED_OVER, Route.TOGETHER])
-def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier_one(route: Route) -> None:
+def test_a_later_route_takes_an_earlier_ones_ready_worker(route: Route) -> None:
     given = workers_of_two_routes(route)
     assert len(given["Prepare"]) == 1
     assert (given["Prepare"] == given["Measure"]) == (route is Route.HANDED_OVER)
 
 
-def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> None:
+def test_a_worker_that_dies_in_a_later_route_is_replaced() -> None:
     def dies(worker: FakeWorker) -> Sequence[Step] | None:
         is_first = worker.do == "Prepare" and not worker.starts
         return [*gets_ready(worker), (0.3, worker.ends(None))] if is_first else None
@@ -332,7 +321,7 @@ def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> No
 
 
 @pytest.mark.parametrize("ends", ["well", "lost", "crashed"])
-def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply(ends: str) -> None:
+def test_full_compile_workers_take_the_device_among_cheap_ones(ends: str) -> None:
     dies = ends != "well"
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -367,7 +356,7 @@ def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply
         scheduler.close()
 
 
-def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
+def test_an_exception_in_the_caller_frees_the_devices() -> None:
     plan = plan_for(Route.APART)
     clock = Clock()
 

@@ -1,4 +1,4 @@
-"""The scheduler: its order, its bursts, and that whatever happens every config ends in exactly one outcome."""
+"""The scheduler keeps its order and its bursts, and every config ends in exactly one outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Phase, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 @EVERY_WAY
@@ -72,10 +72,10 @@ def test_configs_like_those_that_compile_for_long_begin_next(troubled: tuple[int
     act = when("Compile", lambda worker: compiles(worker, compile_s=4.0 if is_long(worker.trial or 0) else 0.5))
     result = run(plan, 30, act, config_of=lambda index: {"stages": index // 6, "tile": index % 6})
     begun = [worker.trial or 0 for worker in result.given("Compile")]
-    assert begun[:6] == list(range(6)), "nothing is known yet"
+    assert begun[:6] == list(range(6)), "compile times are still unknown"
     long = [place for place, index in enumerate(begun) if is_long(index) and index not in troubled]
-    assert max(long) < 24, "those that are not known to be long come last"
-    assert {begun.index(index) for index in troubled} <= {17}, "one that was in trouble keeps its place"
+    assert max(long) < 24, "configs not known to be long come last"
+    assert {begun.index(index) for index in troubled} <= {17}, "a troubled config keeps its place"
 
 
 @ROUTES
@@ -84,20 +84,20 @@ def test_configs_that_compile_equally_long_keep_their_order(route: Route) -> Non
     assert [worker.trial for worker in result.given("Compile")] == list(range(24))
 
 
-def test_on_the_route_apart_compiling_goes_on_while_measuring() -> None:
+def test_on_the_route_apart_compiling_continues_in_measuring() -> None:
     result = run(plan_for(Route.APART, slots=2), 10)
     assert result.sandbox.compiled_while_measuring
-    assert result.seconds < 10 / 2 * 1.3 + 2  # measuring is hidden behind compiling
+    assert result.seconds < 10 / 2 * 1.3 + 2  # measuring overlaps with compiling
 
 
 @ROUTES
-def test_on_an_exclusive_device_compile_and_measure_bursts_alternate(route: Route) -> None:
+def test_an_exclusive_device_alternates_compile_and_measure(route: Route) -> None:
     result = run(plan_for(route, exclusive=True, parked=4, slots=2), 8)
     turns = [(turn, len(list(group))) for turn, group in itertools.groupby(result.sandbox.turns)]
     assert turns == [("compile", 4), ("measure", 4), ("compile", 4), ("measure", 4)]
 
 
-def test_standby_workers_for_one_config_each_are_made_ready_ahead() -> None:
+def test_single_use_standby_workers_are_made_ready_ahead() -> None:
     plan = plan_for(Route.APART, configs_per_worker=1)
     result = run(plan, 8, when("Prepare", lambda worker: [(2.0, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
@@ -105,7 +105,7 @@ def test_standby_workers_for_one_config_each_are_made_ready_ahead() -> None:
     assert result.seconds < 8 * 2.0
 
 
-def test_configs_for_the_callers_process_are_compiled_as_one_batch_however_long_that_takes() -> None:
+def test_configs_for_the_callers_process_compile_as_one_batch() -> None:
     plan = plan_for(Route.COMPILED_APART, configs_per_worker=1, parked=8, slots=1)
     result = run(plan, 8, when("Compile", lambda worker: compiles(worker, compile_s=2.0)))
     assert result.sandbox.turns == ["compile"] * 8 + ["measure"] * 8
@@ -165,7 +165,7 @@ def anything(generator: random.Random) -> Act:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, worker_memory: dict[int, int]) -> None:
+def test_every_config_ends_in_exactly_one_outcome(seed: int, worker_memory: dict[int, int]) -> None:
     generator = random.Random(seed)
     routes = [Route.TOGETHER, Route.APART, Route.HANDED_OVER, Route.COMPILED_APART]
     route, exclusive = generator.choice([*((route, True) for route in routes), (Route.APART, False)])
@@ -185,7 +185,7 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, wo
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         some = generator.choice([0, 0, 0, 0, 0, 2 * GB if generator.random() < 0.1 else 1])
-        # A limit below the least that a worker needs would be refused.
+        # The scheduler refuses a limit below a worker's least need.
         worker_memory[worker.number] = 0 if worker.do == "Prepare" else some
         return scripted(worker)
 
@@ -210,7 +210,7 @@ def worker_in(state: WorkerState) -> Worker:
 
 
 @pytest.mark.parametrize("state", WorkerState)
-def test_a_worker_may_die_in_any_state_and_then_does_nothing_else(state: WorkerState) -> None:
+def test_a_worker_may_die_in_any_state_and_does_nothing_more(state: WorkerState) -> None:
     worker = worker_in(state)
     worker.transition(WorkerState.DYING)
     assert worker.state is WorkerState.DYING

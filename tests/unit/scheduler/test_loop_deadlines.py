@@ -1,4 +1,4 @@
-"""Deadlines count what a config does itself, and nothing that it waits for."""
+"""Deadlines count a config's own work, and no waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quarantune.sandbox.workforce import Event
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values.trial import Phase, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 WAITS_LONG_S = 30.0
@@ -47,7 +47,7 @@ def test_waiting_for_a_slot_never_counts(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_waiting_for_a_device_that_another_tuner_holds_never_counts(route: Route, exclusive: bool) -> None:
+def test_waiting_for_another_tuners_device_never_counts(route: Route, exclusive: bool) -> None:
     plan = plan_for(route, exclusive=exclusive)
     clock = Clock()
     other = Lease(plan.devices[0])
@@ -85,7 +85,7 @@ def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_checking_and_measuring_share_a_deadline_that_begins_with_the_device(route: Route, exclusive: bool) -> None:
+def test_checking_and_measuring_share_a_deadline(route: Route, exclusive: bool) -> None:
     def slow(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
@@ -99,7 +99,7 @@ def test_checking_and_measuring_share_a_deadline_that_begins_with_the_device(rou
 
 
 class Stopping(FakeSandbox):
-    """A sandbox whose caller is stopped for a while when it listens for the `nth` time."""
+    """A sandbox whose caller stops for a while at its `nth` poll."""
 
     def __init__(self, clock: Clock, act: Act, *, nth: int, seconds: float, frozen: bool) -> None:
         super().__init__(clock, act)
@@ -110,22 +110,20 @@ class Stopping(FakeSandbox):
         if self.nth:
             return super().poll(timeout_s)
         self.clock.now += self.seconds
-        if self.frozen:  # with its workers: what they were about to say comes as much later
+        if self.frozen:  # its workers stop with it, so that their messages come later
             self._agenda = [(due + self.seconds, order, event) for due, order, event in self._agenda]
-        return []  # a call that is interrupted by a signal returns nothing once its time is up
+        return []  # an interrupted poll returns nothing after its timeout
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with its workers"])
 @EVERY_WAY
-def test_a_stopped_caller_first_reads_messages_and_extends_all_deadlines(
-    route: Route, exclusive: bool, frozen: bool
-) -> None:
+def test_a_stopped_caller_reads_first_and_extends_deadlines(route: Route, exclusive: bool, frozen: bool) -> None:
     plain = run(plan_for(route, exclusive=exclusive), 4)
     for nth in range(1, 40, 2):
         clock = Clock()
         sandbox = Stopping(clock, lambda worker: None, nth=nth, seconds=300.0, frozen=frozen)
         result = run(plan_for(route, exclusive=exclusive), 4, clock=clock, sandbox=sandbox)
-        assert result.outcomes == ["ok"] * 4, f"stopped at the poll number {nth}: {result.trials}"
+        assert result.outcomes == ["ok"] * 4, f"the caller stopped at poll {nth}: {result.trials}"
         assert {trial.time_ms for trial in result.trials.values()} == {trial.time_ms for trial in plain.trials.values()}
 
 
@@ -139,7 +137,7 @@ def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
 
 
 @ROUTES
-def test_the_config_of_a_worker_that_does_not_come_up_is_tried_twice_more(route: Route) -> None:
+def test_a_config_whose_worker_fails_to_start_gets_two_retries(route: Route) -> None:
     silent = when("Compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
     result = run(plan_for(route), 1, silent)
     assert result.outcomes == ["ok"]

@@ -1,4 +1,4 @@
-"""Each way in which a worker may end has its outcome, and kills from outside cost no config."""
+"""Each ending of a worker has its outcome, and kills from outside cost no config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quarantune.host import machine
 from quarantune.sandbox.workforce import Event, Said
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 KILLED = -int(signal.SIGKILL)
@@ -35,14 +35,14 @@ KILLED = -int(signal.SIGKILL)
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_an_exception_is_an_error_with_its_phase_type_and_message(route: Route, do: str) -> None:
+def test_an_exception_is_an_error_with_its_phase_and_message(route: Route, do: str) -> None:
     phase = "compile" if do == "Compile" else "check"
     act = when(do, lambda worker: [(0.2, worker.raises(phase, error="KeyError", message="'x'"))])
     result = run(plan_for(route), 3, for_config(1, act))
     assert result.outcomes == ["ok", "error", "ok"]
     assert result.trials[1].phase == phase
     assert result.trials[1].message == "KeyError: 'x'"
-    assert result.sandbox.killed  # whatever it did to itself, it is not used again
+    assert result.sandbox.killed  # a worker that raised is not used again
 
 
 @ROUTES
@@ -63,7 +63,7 @@ def test_a_process_that_ends_without_a_result_has_crashed(route: Route, do: str,
     assert said in result.trials[1].message
 
 
-def test_a_compiled_config_whose_worker_dies_while_it_waits_has_crashed() -> None:
+def test_a_config_whose_worker_dies_waiting_has_crashed() -> None:
     def dies_waiting(worker: FakeWorker) -> list[Step]:
         return [*compiles(worker), (0.1, worker.ends(-int(signal.SIGSEGV)))]
 
@@ -71,7 +71,7 @@ def test_a_compiled_config_whose_worker_dies_while_it_waits_has_crashed() -> Non
     assert result.outcomes == ["crashed", "ok", "ok"]
 
 
-def test_a_compile_worker_that_lingers_is_killed_and_its_result_counts() -> None:
+def test_a_lingering_compile_worker_is_killed_but_counts() -> None:
     def stays(worker: FakeWorker) -> list[Step] | None:
         return compiles(worker)[:-1] if worker.do == "Compile" else None
 
@@ -101,14 +101,12 @@ def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
     assert result.outcomes == ["ok", outcome, "ok"]
 
 
-def test_the_worker_that_took_the_memory_is_oom_and_not_the_killed_one(
-    worker_memory: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_that_took_the_memory_is_oom(worker_memory: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     kills = itertools.count()
     monkeypatch.setattr(machine, "oom_kills", lambda: next(kills))
 
     def takes_what_the_kernel_does_not_see(worker: FakeWorker) -> list[Step]:
-        if worker.starts:  # alone, it is what the kernel takes
+        if worker.starts:  # alone, it is the kernel's only choice
             return dies(worker)
         worker_memory[worker.number] = GB - 1
         return [(0.1, worker.says("PhaseEntered", "compile"))]
@@ -167,7 +165,7 @@ def test_a_config_lost_while_measured_is_not_compiled_again() -> None:
 
 @EVERY_WAY
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_a_config_that_was_killed_is_repeated_alone_before_it_counts(route: Route, exclusive: bool, do: str) -> None:
+def test_a_killed_config_is_repeated_alone_before_it_counts(route: Route, exclusive: bool, do: str) -> None:
     beside: list[int] = []
     clock = Clock()
 
@@ -192,7 +190,7 @@ def test_a_config_that_was_killed_is_repeated_alone_before_it_counts(route: Rout
 
 
 class Murderous(FakeSandbox):
-    """Config 2 kills all other workers, and then itself, whenever it does `do`."""
+    """A sandbox whose config 2 kills all other workers and then itself whenever it does `do`."""
 
     do = ""
 
@@ -221,7 +219,7 @@ def test_a_config_that_kills_its_siblings_costs_only_itself(route: Route, exclus
 
 
 @EVERY_WAY
-def test_a_config_whose_worker_was_dead_before_it_began_is_not_blamed(route: Route, exclusive: bool) -> None:
+def test_a_worker_dead_before_its_config_began_blames_nothing(route: Route, exclusive: bool) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.trial != 1 or worker.starts > 1:
             return None

@@ -1,4 +1,4 @@
-"""Workers over their limit, and the largest where the machine has no memory left, are killed and tried alone."""
+"""Workers over their limit, and the largest worker in a shortage of memory, are killed and tried alone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from quarantune.host import machine
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
-def test_parked_configs_are_measured_early_where_they_hold_much_memory(worker_memory: dict[int, int]) -> None:
+def test_parked_configs_that_hold_memory_are_measured_early(worker_memory: dict[int, int]) -> None:
     def takes(worker: FakeWorker) -> None:
         worker_memory[worker.number] = GB // 2
 
@@ -37,7 +37,7 @@ def test_parked_configs_are_measured_early_where_they_hold_much_memory(worker_me
 
 
 @EVERY_WAY
-def test_defaults_that_lack_memory_beside_those_that_wait_for_them_run_alone(
+def test_defaults_that_lack_memory_beside_others_run_alone(
     route: Route, exclusive: bool, worker_memory: dict[int, int], reference: Reference
 ) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -70,9 +70,7 @@ def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(
 
 
 @ROUTES
-def test_a_limit_below_the_least_of_a_worker_is_refused_with_the_figure(
-    route: Route, worker_memory: dict[int, int]
-) -> None:
+def test_a_limit_below_a_workers_least_is_refused_with_it(route: Route, worker_memory: dict[int, int]) -> None:
     def loads(worker: FakeWorker) -> list[Step] | None:
         worker_memory[worker.number] = 3 * GB
         if worker.do == "Prepare":
@@ -86,7 +84,7 @@ def test_a_limit_below_the_least_of_a_worker_is_refused_with_the_figure(
 
 @ROUTES
 @pytest.mark.parametrize("said", ["compile", "load"])
-def test_a_config_that_forges_the_least_of_a_worker_ends_itself_alone(
+def test_a_config_that_forges_a_workers_least_ends_alone(
     route: Route, said: str, worker_memory: dict[int, int]
 ) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
@@ -103,7 +101,7 @@ def test_a_config_that_forges_the_least_of_a_worker_ends_itself_alone(
     assert run(plan_for(route, configs_per_worker=1), 3, for_config(1, forges)).outcomes == ["ok", "oom", "ok"]
 
 
-def test_no_worker_is_refused_its_least_where_the_limit_is_a_share(worker_memory: dict[int, int]) -> None:
+def test_a_limit_that_is_a_share_refuses_no_worker_its_least(worker_memory: dict[int, int]) -> None:
     def loads(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("PhaseEntered", "compile", held_bytes=3 * GB)), (0.1, worker.ends())]
 
@@ -135,7 +133,7 @@ def test_the_memory_of_descendants_counts(worker_memory: dict[int, int], monkeyp
 
 
 @pytest.mark.parametrize(("more_mb", "end"), [(0, "ok"), (300, "oom")])
-def test_at_a_shortage_the_largest_worker_is_killed_and_tried_again_alone(
+def test_a_shortage_kills_the_largest_worker_and_repeats_it(
     worker_memory: dict[int, int], more_mb: int, end: str
 ) -> None:
     sandbox_of: list[FakeSandbox] = []
@@ -179,4 +177,4 @@ def test_a_config_over_a_default_limit_is_tried_once_more_alone(
     assert beside == []
     if end == "oom":
         assert "it held 2.15 GB alone, over its memory_limit of 1.93 GB" in result.trials[1].message
-    assert result.seconds < 30, "configs wait only for the one that runs alone"
+    assert result.seconds < 30, "configs wait only for the config that runs alone"

@@ -34,7 +34,7 @@ from quarantune.values import codec
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import ArrayKind, ReferenceFailedError, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def awaited() -> Reference:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_configs_compile_beside_the_reference_unless_they_would_disturb_it(exclusive: bool) -> None:
+def test_a_reference_delays_compiling_only_if_exclusive(exclusive: bool) -> None:
     compiled_at, measured_at, given_at, clock = [], [], [], Clock()
     reference = awaited()
 
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do in ("Compile", "Measure"):
             (compiled_at if worker.do == "Compile" else measured_at).append(clock())
-            assert worker.do == "Compile" or reference.fds, "nothing is compared before there is a reference"
+            assert worker.do == "Compile" or reference.fds, "comparisons need a reference"
         if worker.do == "ComputeReference":
             given_at.append(clock() + 3.1)
             return computes_reference(worker, 3.0)
@@ -87,7 +87,7 @@ def test_configs_compile_beside_the_reference_unless_they_would_disturb_it(exclu
     assert min(measured_at) > given_at[0]
     assert (min(compiled_at) > given_at[0]) == exclusive
     if not exclusive:
-        assert len([at for at in compiled_at if at < given_at[0]]) == 6, "all six took a second"
+        assert len([at for at in compiled_at if at < given_at[0]]) == 6, "all six compile before the reference"
 
 
 def test_a_reference_of_other_shapes_ends_the_sweep() -> None:
@@ -101,7 +101,7 @@ def test_a_reference_of_other_shapes_ends_the_sweep() -> None:
 
 
 @pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None])
-def test_a_function_that_ends_the_process_when_traced_keeps_its_reference(status: int | None) -> None:
+def test_a_function_that_exits_when_traced_keeps_its_reference(status: int | None) -> None:
     act = when("ComputeReference", lambda worker: [*computes_reference(worker)[:2], (0.1, worker.ends(status))])
     with contextlib.closing(awaited()) as reference:
         assert run(plan_for(Route.APART), 3, act, reference=reference).outcomes == ["ok"] * 3
@@ -112,10 +112,10 @@ def test_shapes_that_take_too_long_are_not_waited_for() -> None:
         act = when("ComputeReference", lambda worker: computes_reference(worker)[:2])
         result = run(plan_for(Route.APART), 3, act, reference=reference)
         assert result.outcomes == ["ok"] * 3
-        assert 5 < result.seconds < 20  # the deadline is that of compiling
+        assert 5 < result.seconds < 20  # the deadline for compiling applies
 
 
-def test_an_error_of_the_reference_is_reported_although_no_config_compiles() -> None:
+def test_the_references_error_is_reported_without_any_config() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do == "Compile":
             return [(0.1, worker.raises("compile"))]
@@ -138,7 +138,7 @@ def test_the_defaults_are_measured_before_all_other_configs(
     assert {(other.task.references, other.task.standard) for other in others} == {(1, 0)}
 
 
-def test_standby_workers_learn_of_the_outputs_that_they_will_compare(reference: Reference) -> None:
+def test_standby_workers_learn_the_outputs_they_compare(reference: Reference) -> None:
     outputs = [{"shape": [4, 8], "dtype": "float16"}]
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -161,7 +161,7 @@ def test_standby_workers_learn_of_the_outputs_that_they_will_compare(reference: 
     assert {worker.task.outputs for worker in result.given("Expect")} == {(ArrayKind((4, 8), "float16"),)}
 
 
-def test_later_standby_workers_get_the_comparisons_that_an_earlier_one_has_compiled(reference: Reference) -> None:
+def test_later_standby_workers_get_compiled_comparisons(reference: Reference) -> None:
     lowered = {"outputs": [{"shape": [4, 8], "dtype": "float16"}]}
 
     loaded_by_expect: list[int] = []
@@ -184,12 +184,12 @@ def test_later_standby_workers_get_the_comparisons_that_an_earlier_one_has_compi
     plan = plan_for(Route.APART, target=TARGET, configs_per_worker=1)
     assert run(plan, 16, clock=clock, sandbox=sandbox, reference=reference).outcomes == ["ok"] * 16
     prepared = [given.task.has_programs for given in sandbox.given if given.do == "Prepare"]
-    assert prepared == sorted(prepared), "those that start before the programs are there compile their own"
+    assert prepared == sorted(prepared), "workers that start before the programs compile their own"
     assert 0 < sum(prepared) < 16
-    assert len(loaded_by_expect) <= 16 - sum(prepared), "nobody loads them twice"
+    assert len(loaded_by_expect) <= 16 - sum(prepared), "no worker loads them twice"
 
 
-def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference: Reference) -> None:
+def test_a_worker_that_dies_after_its_sweep_leaves_no_file_open(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":
             return None
@@ -201,16 +201,14 @@ def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference
     clock = Clock()
     sandbox = FakeSandbox(clock, act, kill_s=100.0)
     result = run(plan_for(Route.TOGETHER), 2, clock=clock, sandbox=sandbox, reference=reference)
-    assert result.outcomes == ["ok"] * 2  # and `run` has counted descriptors
+    assert result.outcomes == ["ok"] * 2  # and `run` checks the number of descriptors
 
 
 @EVERY_WAY
-def test_lost_defaults_come_first_again_however_many_configs_wait(
-    route: Route, exclusive: bool, reference: Reference
-) -> None:
+def test_lost_defaults_run_first_again(route: Route, exclusive: bool, reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial == 5 and worker.starts == 0:
-            return [(20.0, worker.ends(None))]  # by then as many wait as there is room for
+            return [(20.0, worker.ends(None))]  # all places for waiting configs are taken then
         return agrees(worker) if worker.do == "Measure" else None
 
     plan = plan_for(route, exclusive=exclusive, parked=2)
@@ -221,9 +219,7 @@ def test_lost_defaults_come_first_again_however_many_configs_wait(
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_where_the_defaults_fail_outputs_are_compared_one_at_a_time(
-    route: Route, do: str, reference: Reference
-) -> None:
+def test_outputs_are_compared_singly_if_the_defaults_fail(route: Route, do: str, reference: Reference) -> None:
     clock = Clock()
     at_once: list[int] = []
 
@@ -244,7 +240,7 @@ def test_where_the_defaults_fail_outputs_are_compared_one_at_a_time(
     assert {task.best_median_ms for task in tasks} == {None}, "the fastest may be wrong"
 
 
-def test_other_configs_go_on_without_defaults_that_are_unfit(reference: Reference) -> None:
+def test_other_configs_continue_without_unfit_defaults(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial == 5:
             return [(3.0, worker.raises("compile", outcome="unfit", message="its dots"))]
@@ -255,7 +251,7 @@ def test_other_configs_go_on_without_defaults_that_are_unfit(reference: Referenc
     assert set(result.outcomes) == {"ok"}
 
 
-def test_a_config_with_the_defaults_program_runs_first_in_their_place(reference: Reference) -> None:
+def test_a_config_with_the_defaults_program_replaces_them(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial in (0, 5):
             return compiles(worker, 2.0 if worker.trial == 5 else 1.0, program="theirs")
@@ -268,7 +264,7 @@ def test_a_config_with_the_defaults_program_runs_first_in_their_place(reference:
 
 
 @pytest.mark.parametrize("group", [7, -3, "0", 0.0, [0]])
-def test_a_config_that_claims_to_agree_with_a_missing_output_has_crashed(group: object, reference: Reference) -> None:
+def test_a_config_that_agrees_with_a_missing_output_crashed(group: object, reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":
             return None

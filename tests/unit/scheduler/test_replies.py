@@ -1,4 +1,4 @@
-"""Replies that make no sense, come twice or come too late end only their sender or count for nothing."""
+"""Replies that are impossible, repeated or late end only their sender or are ignored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 @ROUTES
@@ -54,7 +54,7 @@ def test_messages_about_another_trial_are_dropped(route: Route) -> None:
 
 
 @ROUTES
-def test_a_measurement_claimed_before_the_device_was_given_is_dropped(route: Route) -> None:
+def test_a_measurement_before_the_device_was_given_is_dropped(route: Route) -> None:
     def claims(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -81,7 +81,7 @@ def test_repeated_results_count_once(route: Route) -> None:
 def test_a_result_that_comes_after_the_deadline_is_too_late(route: Route) -> None:
     clock = Clock()
     act = for_config(0, when("Measure", lambda worker: measures(worker, seconds=2.0)))
-    sandbox = FakeSandbox(clock, act, kill_s=1.0)  # the kill takes effect after the result was sent
+    sandbox = FakeSandbox(clock, act, kill_s=1.0)  # the kill takes effect after the result
     result = run(plan_for(route), 2, clock=clock, sandbox=sandbox)
     assert result.outcomes == ["timeout", "ok"]
 
@@ -149,9 +149,7 @@ IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
 
 @ROUTES
 @pytest.mark.parametrize(("kind", "changes"), IMPLAUSIBLE, ids=lambda part: str(part)[:60])
-def test_a_forged_frame_that_makes_no_sense_ends_only_its_sender(
-    route: Route, kind: object, changes: dict[str, Any]
-) -> None:
+def test_an_impossible_forged_frame_ends_only_its_sender(route: Route, kind: object, changes: dict[str, Any]) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None

@@ -1,4 +1,4 @@
-"""Errors that were raised without the device are confirmed on it."""
+"""Errors raised without the device are confirmed on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from scripted import TARGET, Act, FakeWorker, Scenario, Step, behaves, compiles, for_config, plan_for, run, when
+from scripted import (
+    TARGET,
+    Act,
+    FakeWorker,
+    Scenario,
+    Step,
+    behaves,
+    compiles,
+    for_config,
+    lacks_device_memory,
+    plan_for,
+    run,
+    when,
+)
 
 from quarantune.scheduler import side_tasks
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Unconfirmed
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
-def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
+def test_an_error_without_a_device_waits_for_confirmation() -> None:
     act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
     result = run(plan_for(Route.APART, target=TARGET, confirms=True), 3, act)
     assert set(result.trials) == {0, 2}
@@ -37,7 +50,7 @@ def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
 def confirming(
     on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int, places: Mapping[int, str] | None = None
 ) -> Act:
-    """Has some configs fail where there is no device, and the workers that confirm them do `on_device`."""
+    """Makes some configs fail without a device; the workers that confirm them do `on_device`."""
     places = places or dict.fromkeys(failing, "here")
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -64,7 +77,7 @@ def raises_on_the_device(worker: FakeWorker, place: str = "here") -> list[Step]:
     ]
 
 
-def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() -> None:
+def test_the_first_error_is_confirmed_while_configs_continue() -> None:
     plan = confirming_plan()
     result = run(plan, 8, confirming(raises_on_the_device, 1, 3))
     assert result.leftovers.confirmed == {"here"}
@@ -82,7 +95,7 @@ def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() 
     assert (second.route, second.device, second.message) == (Route.APART, "", "ValueError: bad")
 
 
-def test_an_error_that_is_raised_last_is_confirmed_before_the_run_ends() -> None:
+def test_an_error_raised_last_is_confirmed_before_the_end() -> None:
     result = run(confirming_plan(), 3, confirming(raises_on_the_device, 2))
     assert result.leftovers.confirmed == {"here"}
 
@@ -124,13 +137,11 @@ def test_the_config_of_the_same_program_fails_at_the_same_place() -> None:
         pytest.param(lambda worker: [(0.1, worker.ends(-11))], id="it crashes there"),
         pytest.param(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], id="it hangs there"),
         pytest.param(lambda worker: [(0.1, worker.raises("load"))], id="it cannot be loaded there"),
-        pytest.param(lambda worker: [(0.1, worker.raises("load", outcome="device_oom"))], id="there is no memory"),
-        pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it says nonsense there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("load", outcome="device_oom"))], id="it lacks memory there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it reports nonsense there"),
     ],
 )
-def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
-    on_device: Callable[[FakeWorker], Sequence[Step]],
-) -> None:
+def test_an_error_the_device_does_not_raise_is_not_confirmed(on_device: Callable[[FakeWorker], Sequence[Step]]) -> None:
     result = run(confirming_plan(), 5, confirming(on_device, 1, 3))
     assert not result.leftovers.confirmed
     assert {error.trial.route for error in result.leftovers.unconfirmed.values()} == {Route.APART}
@@ -138,12 +149,9 @@ def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
     assert result.outcomes == ["ok"] * 3
 
 
-def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_run_again() -> None:
-    def lacks_memory(worker: FakeWorker) -> list[Step]:
-        return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
-
+def test_a_config_that_lacked_the_confirmers_memory_runs_again() -> None:
     hangs = confirming(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], 0)
-    starved = for_config(1, lacks_memory, behaves)
+    starved = for_config(1, lacks_device_memory, behaves)
     plan = confirming_plan(slots=1, compile_timeout_s=1000.0)
     result = run(plan, 3, lambda worker: hangs(worker) or (starved(worker) if worker.do == "Measure" else None))
     assert [result.trials[index].outcome for index in (1, 2)] == [Outcome.OK] * 2
@@ -152,7 +160,7 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
 
 
 @pytest.mark.parametrize("changes", [{"confirms": False}, {"target": None}], ids=str)
-def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
+def test_without_a_plan_or_target_nothing_is_confirmed(changes: dict[str, Any]) -> None:
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))
     assert not result.leftovers.confirmed
@@ -161,7 +169,7 @@ def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(ch
 
 
 def unconfirmed(**places: str) -> Leftovers:
-    """Returns configs that failed without the device, each at a place."""
+    """Returns leftover configs that failed without the device, each at its place."""
     left = Leftovers()
     for name, place in places.items():
         config = {"id": int(name[1:])}
@@ -173,9 +181,9 @@ def unconfirmed(**places: str) -> Leftovers:
 def settled(
     left: Leftovers, ends: Mapping[int, tuple[Outcome, Phase]], **elsewhere: str
 ) -> tuple[dict[int, Trial], list[list[int]]]:
-    """Settles configs that end on the device as `ends` says; returns their trials and what ran there.
+    """Settles configs with the device outcomes `ends`; returns their trials and the configs of each run there.
 
-    Errors of compiling are raised at the same place there, but for those of `elsewhere`.
+    Errors of compiling keep their place there, except for configs in `elsewhere`.
     """
     trials: dict[int, Trial] = {}
     runs: list[list[int]] = []
@@ -199,7 +207,7 @@ def settled(
     return trials, runs
 
 
-def test_errors_are_final_where_one_of_their_place_is_raised_on_the_device() -> None:
+def test_a_confirmed_error_makes_errors_of_its_place_final() -> None:
     error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
     left = unconfirmed(c0="a", c1="b", c2="a", c3="b", c4="sure")
     left.confirmed = {"sure"}
@@ -228,14 +236,14 @@ def test_another_error_on_the_device_confirms_nothing() -> None:
     ]
 
 
-def test_an_error_while_running_on_the_device_confirms_no_error_of_compiling() -> None:
+def test_an_error_of_running_confirms_no_error_of_compiling() -> None:
     ran = (Outcome.ERROR, Phase.CHECK)
     trials, runs = settled(unconfirmed(c0="a", c1="a"), {0: ran, 1: ran})
     assert runs == [[0], [1]]
     assert all(trial.message == "with" for trial in trials.values())
 
 
-def test_nothing_runs_where_every_error_is_confirmed() -> None:
+def test_nothing_runs_if_every_error_is_confirmed() -> None:
     assert settled(Leftovers(), {}) == ({}, [])
     left = unconfirmed(c0="a")
     left.confirmed = {"a"}

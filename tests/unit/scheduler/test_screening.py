@@ -1,4 +1,4 @@
-"""Screening: which configs are compiled fully after a cheap compile of all, and which are ruled out."""
+"""After a cheap compile of all configs, only configs that may win are compiled fully."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def full(index: int, time_ms: float | None, outcome: Outcome = Outcome.OK) -> Tr
 def replayed(
     screening: Screening, full_ms: Mapping[int, float | None], *, at_once: int = 1, rng: random.Random | None = None
 ) -> list[int]:
-    """Returns the configs in the order of being taken, with `at_once` of them compiled at a time."""
+    """Returns the configs in the order they are taken, with at most `at_once` compiling at a time."""
     taken: list[int] = []
     running: list[int] = []
     while running or not screening.is_closed:
@@ -37,7 +37,7 @@ def replayed(
         assert len(new) <= at_once - len(running)
         taken += new
         running += new
-        assert running, "it waits for no trial, and gives no config"
+        assert running, "screening gives no config though no trial is running"
         ends = running.pop(0 if rng is None else rng.randrange(len(running)))
         screening.ended(ends, full(ends, full_ms[ends]))
     assert screening.take(at_once) == {}
@@ -62,7 +62,7 @@ def test_configs_within_the_margin_are_compiled_fully() -> None:
 def test_configs_that_no_ratio_can_rule_out_wait_for_none() -> None:
     cheap_ms = {0: 1.0, 1: 1.1, 2: 1.15, 3: 1.2, 4: 1.24, 5: 1.26, 6: 5.0, 7: 5.0}
     assert [*Screening(configs_of(8), cheap_ms).take(8)] == [0, 1, 2, 3, 4]
-    # One that needs no screening may rule out any.
+    # The time of a config without screening may rule out any config.
     assert [*Screening(configs_of(8), cheap_ms, best_ms=0.5).take(8)] == [0, 1, 2]
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_ruled_out_before_the_first_ratios_are_known() -> None:
         screening.ended(index, full(index, 1.0 + index / 10))
         assert screening.take(8) == {}
         assert not screening.is_closed
-    screening.ended(1, full(1, 0.55))  # half its cheap time, so that config 3 could take 0.8 * 0.5 * 1.3 ms
+    screening.ended(1, full(1, 0.55))  # half its cheap time: config 3 could take 0.8 * 0.5 * 1.3 ms
     assert [*screening.take(8)] == [3]
     assert not screening.is_closed
 
@@ -89,7 +89,7 @@ def test_a_config_that_fails_fully_is_replaced_by_the_next() -> None:
     assert replayed(Screening(configs_of(8), cheap_ms), full_ms) == [0, 1, 2, 3, 4]
 
 
-def test_a_config_without_a_cheap_time_is_compiled_fully_and_may_win() -> None:
+def test_a_config_without_a_cheap_time_may_win() -> None:
     cheap_ms = {index: 1.0 + index for index in range(6)}
     screening = Screening(configs_of(8), cheap_ms)
     assert [*screening.take(8)] == [0, 1, 2, 6, 7]  # 6 and 7 need not wait for the bound
@@ -114,7 +114,7 @@ def test_a_slow_trial_gives_a_ratio_but_is_not_the_best() -> None:
     assert [*screening.take(4)] == [3]  # could take 0.32 ms
 
 
-def test_if_little_is_ruled_out_all_are_compiled_and_one_line_says_so() -> None:
+def test_if_little_is_ruled_out_all_compile_and_a_line_says_so() -> None:
     cheap_ms = dict.fromkeys(range(9), 1.0) | {9: 100.0}
     screening = Screening(configs_of(10), cheap_ms)
     assert sorted(replayed(screening, {**cheap_ms, 0: 2.0})) == [*range(10)]
@@ -125,7 +125,7 @@ def test_if_little_is_ruled_out_all_are_compiled_and_one_line_says_so() -> None:
     )
 
 
-def test_when_the_time_is_over_no_config_is_given_once_one_has_worked() -> None:
+def test_after_the_time_no_config_begins_once_one_worked() -> None:
     class Late(ConfigSource):
         def why_late(self) -> str:
             return "late"
@@ -137,14 +137,14 @@ def test_when_the_time_is_over_no_config_is_given_once_one_has_worked() -> None:
     assert not screening.is_closed
     screening.ended(1, full(1, 2.0))
     assert (screening.is_closed, screening.reason_to_stop()) == (True, "late")
-    assert all(screening.left[index] == 0.0 for index in range(3, 8)), "nothing says that they cannot win"
+    assert all(screening.left[index] == 0.0 for index in range(3, 8)), "every config left may still win"
 
 
-def test_the_trial_of_a_config_that_was_not_taken_counts_too() -> None:
+def test_a_trial_of_a_config_that_was_not_taken_also_counts() -> None:
     cheap_ms = {0: 1.0, 1: 1.1, 2: 1.2, 3: 8.0, 4: 9.0}
     screening = Screening(configs_of(5), cheap_ms)
-    screening.ended(-1, full(-1, 0.1))  # the defaults, which are not in the list
-    screening.ended(1, full(1, 1.1))  # has the program of another config
+    screening.ended(-1, full(-1, 0.1))  # the defaults are not in the list
+    screening.ended(1, full(1, 1.1))  # it has another config's program
     assert [*screening.take(5)] == [0, 2]
 
 
@@ -166,10 +166,10 @@ def test_few_configs_are_all_compiled_fully(cheap_ms: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_within_the_margin_of_seen_ratios_the_true_winner_is_never_ruled_out(seed: int) -> None:
+def test_a_winner_within_the_margin_is_never_ruled_out(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randint(1, 60)
-    # Ratios whose smallest is not below the margin times any other: whichever are seen, the bound holds.
+    # No ratio is below the margin times another, so that the bound holds for any seen ratios.
     cheap_ms = {index: rng.lognormvariate(0, 1) for index in range(count)}
     full_ms: dict[int, float | None] = {index: ms * rng.uniform(MARGIN, 1.0) for index, ms in cheap_ms.items()}
     for index in rng.sample(range(count), count // 8):
@@ -192,7 +192,7 @@ def test_within_the_margin_of_seen_ratios_the_true_winner_is_never_ruled_out(see
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_the_ratios_the_regret_is_that_of_ratios_below_the_bound(seed: int) -> None:
+def test_regret_keeps_its_bound_whatever_the_ratios(seed: int) -> None:
     rng = random.Random(seed)
     count = rng.randint(5, 60)
     cheap_ms = {index: rng.lognormvariate(0, 1) for index in range(count)}
@@ -209,7 +209,7 @@ def test_whatever_the_ratios_the_regret_is_that_of_ratios_below_the_bound(seed: 
 
 def test_the_replay_of_a_study_counts_full_compiles_and_regret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    fidelity_replay: Any = pytest.importorskip("fidelity_replay", reason="a source distribution may leave it out")
+    fidelity_replay: Any = pytest.importorskip("fidelity_replay", reason="source distributions may lack it")
     times = [(2.0, 2.0), (1.0, 1.0), (1.1, 1.1), (1.2, 1.2), (0.9, 1.3), (None, 0.5), (5.0, None), (9.0, 9.0)]
     study = [
         {"config": {"BM": index}, "ms": {"full": full_ms, "cheap": cheap_ms}, "compile_s": {"full": 1.0}}
@@ -220,5 +220,5 @@ def test_the_replay_of_a_study_counts_full_compiles_and_regret(monkeypatch: pyte
     assert narrow.regret == pytest.approx(1 / 9)
     assert narrow.share == 0.75
     wide = fidelity_replay.replay(study, "cheap", margin=0.75, at_once=2)
-    assert sorted(wide.taken) == [0, 1, 2, 3, 4, 5, 6, 7]  # only config 7 is ruled out, which does not pay
+    assert sorted(wide.taken) == [0, 1, 2, 3, 4, 5, 6, 7]  # ruling out config 7 alone does not pay
     assert (wide.regret, wide.paid) == (0.0, False)

@@ -1,4 +1,4 @@
-"""Finalists are compared in one worker, which loads their executables."""
+"""One worker loads the finalists' executables and compares them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from quarantune.values import codec
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def noting_comparisons(act: Act) -> tuple[list[Any], Act]:
-    """Returns a list that receives the tasks to compare finalists, and the act that fills it."""
+    """Returns a list for the tasks that compare finalists, and the act that fills it."""
     tasks: list[Any] = []
 
     def noting(worker: FakeWorker) -> Sequence[Step] | None:
@@ -72,7 +72,7 @@ def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbo
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_final_for_which_processes_never_suffice_leaves_the_results_as_they_are(count: int) -> None:
+def test_a_final_without_processes_keeps_the_results(count: int) -> None:
     def lacks_a_thread(worker: FakeWorker) -> list[Step]:
         error = worker.raises("check", error="RuntimeError", message="can't start new thread")
         return [(0.1, worker.says("PhaseEntered", "check")), (0.1, error)]
@@ -91,7 +91,7 @@ def test_finalists_are_compared_in_one_worker() -> None:
 
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("each", [1, 4])
-def test_a_worker_for_the_final_is_made_ready_once_a_compile_slot_idles(each: int, count: int) -> None:
+def test_the_finals_worker_is_made_ready_in_an_idle_slot(each: int, count: int) -> None:
     def sweep(*, has_final: bool) -> tuple[Final, float, dict[str, list[int]]]:
         def starts_slowly(worker: FakeWorker) -> Sequence[Step] | None:
             numbers[worker.do].append(worker.number)
@@ -111,16 +111,16 @@ def test_a_worker_for_the_final_is_made_ready_once_a_compile_slot_idles(each: in
     else:
         assert late_s - end_s > 0.5
         assert len(numbers["Prepare"]) == len(numbers_late["Prepare"]) + 1
-        assert numbers["Prepare"][-1] > numbers["Compile"][-1], "no config waited for it"
+        assert numbers["Prepare"][-1] > numbers["Compile"][-1], "no config waited for the final's worker"
 
 
-def test_no_worker_is_made_ready_for_the_final_where_there_is_none_or_nothing_to_compare() -> None:
+def test_a_final_that_compares_nothing_gets_no_ready_worker() -> None:
     for count, has_final in ((1, True), (5, False)):
         result = run(plan_for(Route.APART, configs_per_worker=1, has_final=has_final), count)
         assert len(result.given("Prepare")) == count
 
 
-def test_the_final_waits_for_a_standby_worker_that_is_nearly_ready() -> None:
+def test_the_final_waits_for_a_nearly_ready_worker() -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Prepare" and worker.starts == 3:
             return [(3.0, worker.says("PhaseEntered", "load")), (0.1, worker.says("Ready", "load", modules=[]))]
@@ -142,7 +142,7 @@ def test_the_final_takes_place_though_its_standby_worker_dies(end: int | None) -
 
 
 class Writing(FakeSandbox):
-    """Compile workers leave an executable."""
+    """A sandbox whose compile workers leave an executable."""
 
     def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         super()._give(worker, frame, fds)
@@ -151,7 +151,7 @@ class Writing(FakeSandbox):
 
 
 def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Fastest], Scheduler], act: Act) -> list[bool]:
-    """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
+    """Returns for four configs whether the last scheduler's final loads their executables."""
     clock = Clock()
     tasks, noting = noting_comparisons(act)
     sandbox, fastest = Writing(clock, noting), Fastest()
@@ -175,7 +175,7 @@ def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Fastest], Scheduler]:
     return make
 
 
-def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> None:
+def test_the_final_loads_executables_after_a_confirmed_error() -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Compile":
             return None
@@ -184,7 +184,7 @@ def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> 
     assert kept_by(one_of(Route.APART), one_of(Route.TOGETHER), act=act) == [True] * 4
 
 
-def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
+def test_the_final_needs_no_new_worker_after_a_confirmation() -> None:
     clock = Clock()
     tasks, noting = noting_comparisons(lambda worker: None)
     sandbox, fastest = Writing(clock, noting), Fastest()
@@ -201,7 +201,7 @@ def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
         assert len(tasks) == 1
 
 
-def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
+def test_a_worker_that_died_under_another_scheduler_is_not_idle() -> None:
     clock = Clock()
     sandbox, fastest = Writing(clock, lambda worker: None), Fastest()
     with contextlib.closing(fastest):
@@ -213,7 +213,7 @@ def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
         assert not first.has_idle_worker
 
 
-def test_slow_configs_push_no_finalist_s_executable_out_where_the_clock_is_exact() -> None:
+def test_with_an_exact_clock_slow_configs_evict_no_finalist() -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":
             return None
@@ -254,7 +254,7 @@ def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> No
     ],
     ids=lambda rounds_ms: str(rounds_ms)[:40],
 )
-def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str) -> None:
+def test_an_impossible_comparison_is_discarded(rounds_ms: object, forged: str) -> None:
     if forged == "warm_ms" and rounds_ms == [[], [], []]:
         return  # no final needs warm rounds
     good = [[1.0], [2.0], [3.0]]

@@ -1,4 +1,4 @@
-"""Where processes or the memory of the device run out, fewer configs run and all end well."""
+"""If processes or device memory run out, fewer configs run at once and all end well."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.trial import ReferenceFailedError, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 class Crowded(FakeSandbox):
-    """At most `room` workers can start their threads, or use the device; `tells` are the words of those that cannot."""
+    """A sandbox in which `room` workers can start threads or use the device; others fail with the message `tells`."""
 
     room = 1
     tells = "pthread_create failed: Resource temporarily unavailable"
@@ -62,7 +62,7 @@ class Crowded(FakeSandbox):
 @EVERY_WAY
 @pytest.mark.parametrize("room", [1, 2, 3])
 @pytest.mark.parametrize("defaults", [False, True])
-def test_where_processes_run_out_fewer_configs_run_and_all_end_well(
+def test_a_shortage_of_processes_runs_fewer_configs(
     route: Route, exclusive: bool, room: int, defaults: bool, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -82,7 +82,7 @@ def test_where_processes_run_out_fewer_configs_run_and_all_end_well(
 
 
 class Full(Crowded):
-    """The memory of the device is enough for `room` workers."""
+    """A sandbox whose device has memory for `room` workers."""
 
     tells = "RuntimeError: Unable to initialize backend 'cuda': INTERNAL: no supported devices found for platform CUDA."
 
@@ -92,9 +92,7 @@ class Full(Crowded):
 
 @EVERY_WAY
 @pytest.mark.parametrize("room", [1, 2])
-def test_where_the_device_has_no_memory_for_further_workers_all_configs_end_well(
-    route: Route, exclusive: bool, room: int
-) -> None:
+def test_a_shortage_of_device_memory_runs_fewer_workers(route: Route, exclusive: bool, room: int) -> None:
     clock = Clock()
     sandbox = Full(clock, lambda worker: None)
     sandbox.room = room
@@ -104,12 +102,12 @@ def test_where_the_device_has_no_memory_for_further_workers_all_configs_end_well
 
 
 @ROUTES
-def test_where_no_worker_can_use_the_device_no_config_is_to_blame(route: Route) -> None:
+def test_no_config_is_blamed_if_no_worker_gets_the_device(route: Route) -> None:
     clock = Clock()
     began, sandbox = clock(), Full(clock, lambda worker: None)
     sandbox.room = 0
     plan = plan_for(route, target=TARGET if route is Route.APART else None)
-    if route is Route.APART:  # it has compiled all the same
+    if route is Route.APART:  # compiling needs no device
         result = run(plan, 12, clock=clock, sandbox=sandbox)
         assert result.outcomes == ["lost"] * 12
         assert "could not use the device" in result.trials[0].message
@@ -120,7 +118,7 @@ def test_where_no_worker_can_use_the_device_no_config_is_to_blame(route: Route) 
 
 
 @ROUTES
-def test_where_not_even_one_worker_can_run_the_sweep_ends_with_an_error(route: Route) -> None:
+def test_a_sweep_without_any_possible_worker_is_an_error(route: Route) -> None:
     clock = Clock()
     sandbox = Crowded(clock, lambda worker: None)
     sandbox.room = 0
@@ -142,7 +140,7 @@ def test_where_not_even_one_worker_can_run_the_sweep_ends_with_an_error(route: R
         "bash: fork: retry: Resource temporarily unavailable",
     ],
 )
-def test_a_config_that_exhausts_processes_alone_is_lost_and_costs_no_other(route: Route, words: str) -> None:
+def test_a_config_that_exhausts_processes_is_lost_alone(route: Route, words: str) -> None:
     def exhausts(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile", message=words))]
 
@@ -173,14 +171,14 @@ def test_the_reference_waits_for_processes_as_configs_do(route: Route, times: in
 def test_errors_that_only_resemble_a_shortage_stand() -> None:
     def is_busy(worker: FakeWorker) -> list[Step]:
         text = "[Errno 11] Resource temporarily unavailable"
-        return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # of a file lock
+        return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # a file lock raises this
 
     assert run(plan_for(Route.TOGETHER), 2, for_config(1, is_busy)).outcomes == ["ok", "error"]
 
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_an_exception_for_want_of_a_thread_says_nothing_of_a_config(route: Route, do: str) -> None:
+def test_an_exception_for_want_of_a_thread_blames_no_config(route: Route, do: str) -> None:
     def lacks_a_thread(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != do or worker.starts:
             return None

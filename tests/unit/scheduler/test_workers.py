@@ -1,4 +1,4 @@
-"""How many configs a worker takes, and when its failure is repeated in a fresh one."""
+"""Workers take as many configs as they may, and a used worker's failure is repeated in a fresh one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from scripted import (
     compiles,
     fake_devices,
     for_config,
+    lacks_device_memory,
     measures,
     plan_for,
     run,
@@ -36,10 +37,10 @@ from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
-def test_the_next_measuring_worker_is_made_ready_while_one_measures() -> None:
+def test_the_next_worker_is_made_ready_while_one_measures() -> None:
     plan = plan_for(Route.APART, configs_per_worker=5)
     result = run(plan, 8, when("Prepare", lambda worker: [(1.4, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
@@ -70,7 +71,7 @@ def test_a_compile_worker_takes_as_many_configs_as_it_may(compiles_per_worker: i
 
 
 @pytest.mark.parametrize("ending", ["raises", "dies", "hangs"])
-def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: str) -> None:
+def test_a_used_compile_workers_failure_is_repeated_fresh(ending: str) -> None:
     def fails_where_used(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:
             return None
@@ -89,7 +90,7 @@ def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: s
     assert tries[1] not in others
 
 
-def test_compile_workers_take_one_config_each_where_many_end_theirs() -> None:
+def test_compile_workers_that_often_end_take_one_config_each() -> None:
     def fails(worker: FakeWorker) -> list[Step] | None:
         if int(worker.trial or 0) % 2 == 0:
             return None
@@ -97,11 +98,11 @@ def test_compile_workers_take_one_config_each_where_many_end_theirs() -> None:
 
     result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 40, when("Compile", fails))
     assert result.outcomes == ["ok", "crashed"] * 20
-    assert len(result.given("Compile")) < 40 + 5, "hardly any failure had to be repeated"
+    assert len(result.given("Compile")) < 40 + 5, "few failures are repeated"
 
 
 def raising(places: Mapping[int, str]) -> Act:
-    """Has configs raise while they are compiled, each at a place; their workers go on if they may."""
+    """Makes configs raise while they compile, each at a place; their workers continue if they may."""
 
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial not in places:
@@ -114,25 +115,23 @@ def raising(places: Mapping[int, str]) -> Act:
 
 @pytest.mark.parametrize("compiles_per_worker", [3, 100])
 @pytest.mark.parametrize("target", [None, TARGET])
-def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_worker(
-    compiles_per_worker: int, target: CompileTarget | None
-) -> None:
+def test_an_exception_at_a_known_place_is_not_repeated(compiles_per_worker: int, target: CompileTarget | None) -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=compiles_per_worker, target=target)
     result = run(plan, 40, raising(dict.fromkeys(range(1, 40, 2), "here")))
     left = result.leftovers.unconfirmed
     ended = {index: trial.outcome.value for index, trial in result.trials.items()}
     ended |= {index: error.trial.outcome.value for index, error in left.items()}
     assert [ended[index] for index in range(40)] == ["ok", "error"] * 20
-    assert len(result.given("Compile")) == 41, "only the first was repeated, which a used worker had raised"
+    assert len(result.given("Compile")) == 41, "only the first, raised in a used worker, is repeated"
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
     assert len(taken) == 2 if compiles_per_worker == 100 else 14 <= len(taken) <= 15
     assert result.sandbox.most_compiling == 1
     logs = {index: error.log for index, error in left.items()}
-    assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "the output of others is not theirs"
+    assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "a log has only its config's output"
 
 
 @pytest.mark.parametrize("still_works", [True, False])
-def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(still_works: bool) -> None:
+def test_a_measuring_worker_survives_a_repeated_exception(still_works: bool) -> None:
     def fails(worker: FakeWorker) -> list[Step] | None:
         if int(worker.trial or 0) % 2 == 0:
             return None
@@ -144,7 +143,7 @@ def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_rais
     assert result.outcomes == ["ok", "error"] * 10
     tried = collections.Counter(worker.trial for worker in result.given("Measure"))
     repeated = {index for index, times in tried.items() if times == 2}
-    assert len(repeated) == 2, "one of each place had to show that no other config was to blame"
+    assert len(repeated) == 2, "one failure of each place is repeated"
     assert 9 in repeated
     workers = {worker.number for worker in result.given("Measure")}
     assert len(workers) == 3 if still_works else len(workers) > 10
@@ -162,12 +161,12 @@ def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     assert len(ended) == 12
     assert all(isinstance(worker.task, CompileAlone) is is_check for worker in result.given("Compile"))
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
-    assert sum(taken.values()) == 13, "only the first exception was raised in a used worker, and repeated"
+    assert sum(taken.values()) == 13, "only the first exception, raised in a used worker, is repeated"
     assert len(taken) == 4
     assert not result.given("Prepare")
 
 
-def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:
+def test_an_exception_at_another_place_is_repeated_fresh() -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=100)
     result = run(plan, 12, raising({1: "a", 3: "a", 5: "b", 7: "b", 9: "a", 10: ""}))
     assert sorted(i for i, trial in result.trials.items() if trial.outcome is Outcome.ERROR) == [1, 3, 5, 7, 9, 10]
@@ -175,7 +174,7 @@ def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:
     assert {index: count for index, count in tries.items() if count > 1} == {1: 2, 5: 2, 10: 2}
 
 
-def test_an_exception_that_ends_its_worker_at_a_known_place_is_not_repeated() -> None:
+def test_a_fatal_exception_at_a_known_place_is_not_repeated() -> None:
     def ends_its_worker(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial not in (0, 3):
             return None
@@ -186,7 +185,7 @@ def test_an_exception_that_ends_its_worker_at_a_known_place_is_not_repeated() ->
     assert len(result.given("Compile")) == 6
 
 
-def test_a_worker_that_goes_on_after_other_failures_is_ended() -> None:
+def test_a_worker_that_survives_another_failure_is_ended() -> None:
     def claims(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial != 1:
             return None
@@ -208,25 +207,25 @@ def one_device(one_owner: bool) -> tuple[Device, ...]:
 
 
 def workers_of(result: Result, trial: int) -> list[int]:
-    """Returns the workers that compiled a config, in turn."""
+    """Returns the workers that compiled a config, in order."""
     return [worker.number for worker in result.given("Compile") if worker.trial == trial]
 
 
-def test_configs_that_are_only_compiled_with_their_device_end_once_each() -> None:
+def test_configs_compiled_with_their_device_end_once_each() -> None:
     result = run(compiled_only(with_device=True), 8)
     assert result.outcomes == ["ok"] * 8
     assert len(result.given("Compile")) == 8
 
 
 @pytest.mark.parametrize("one_owner", [False, True])
-def test_a_worker_with_its_device_compiles_and_measures_many_configs(one_owner: bool) -> None:
+def test_one_worker_with_its_device_runs_many_configs(one_owner: bool) -> None:
     plan = reusing(devices=one_device(one_owner), slots=1 if one_owner else 2)
     result = run(plan, 40)
     assert result.outcomes == ["ok"] * 40
     assert len({worker.number for worker in result.given("Compile")}) <= (1 if one_owner else plan.numbers.parked)
 
 
-def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
+def test_a_worker_with_its_device_takes_a_limited_number() -> None:
     result = run(reusing(compiles_per_worker=5), 40)
     assert result.outcomes == ["ok"] * 40
     numbers = collections.Counter(worker.number for worker in result.given("Compile"))
@@ -236,7 +235,7 @@ def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
 @pytest.mark.parametrize("one_owner", [False, True])
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
 @pytest.mark.parametrize("end", [-11, -9, 0], ids=["SIGSEGV", "SIGKILL", "exit"])
-def test_a_config_that_ends_a_used_worker_is_repeated_in_a_fresh_one(do: str, end: int, one_owner: bool) -> None:
+def test_a_config_that_ends_a_used_worker_is_repeated_fresh(do: str, end: int, one_owner: bool) -> None:
     def ends(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(end))] if worker.do == do else None
 
@@ -250,7 +249,7 @@ def test_a_config_that_ends_a_used_worker_is_repeated_in_a_fresh_one(do: str, en
     assert once.outcomes == ["ok"] * 6
 
 
-def test_an_exception_at_a_known_place_leaves_its_worker_to_the_next_config() -> None:
+def test_a_known_exception_leaves_its_worker_to_the_next_config() -> None:
     def raises(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or (worker.trial or 0) % 2:
             return None
@@ -264,7 +263,7 @@ def test_an_exception_at_a_known_place_leaves_its_worker_to_the_next_config() ->
 
 
 @pytest.mark.parametrize("one_owner", [False, True])
-def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_left(one_owner: bool) -> None:
+def test_a_config_that_lacked_memory_runs_without_idle_workers(one_owner: bool) -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts or worker.trial != 2 or worker.do != "Compile":
             return None
@@ -278,12 +277,12 @@ def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_l
     assert result.outcomes == ["ok"] * 8
 
 
-def test_a_config_that_lacked_device_memory_beside_used_workers_is_tried_alone_once() -> None:
+def test_a_config_that_lacked_device_memory_runs_alone_once() -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step] | None:
         is_alone = [*sandbox.workers] == [worker.number]
         if worker.do != "Measure" or worker.trial not in (2, 3) or (is_alone and worker.trial == 2):
             return None
-        return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+        return lacks_device_memory(worker)
 
     clock = Clock()
     sandbox = FakeSandbox(clock, lacks_memory)
@@ -292,7 +291,7 @@ def test_a_config_that_lacked_device_memory_beside_used_workers_is_tried_alone_o
     assert len(workers_of(result, 3)) == 2
 
 
-def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:
+def test_a_config_alone_does_not_wait_for_compile_workers() -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:
             return None
@@ -307,9 +306,7 @@ def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> No
 
 
 @pytest.mark.parametrize(("configs_per_worker", "shared"), [(1, ["jax.numpy"]), (100, [])])
-def test_modules_of_measuring_workers_are_shared_where_there_are_many(
-    configs_per_worker: int, shared: list[str]
-) -> None:
+def test_many_measuring_workers_share_their_modules(configs_per_worker: int, shared: list[str]) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
     prepares = when("Prepare", lambda worker: [(0.1, worker.says("Ready", "load", modules=["jax.numpy"]))])
     assert run(plan, 1, prepares).sandbox.shared == shared
@@ -331,10 +328,8 @@ TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_failure_in_a_used_worker_counts_only_if_a_fresh_one_repeats_it(
-    trouble: str, devices: int, exclusive: bool
-) -> None:
-    """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
+def test_a_used_workers_failure_counts_if_a_fresh_one_repeats_it(trouble: str, devices: int, exclusive: bool) -> None:
+    """Configs 2 and 5 fail in processes that have measured another; 7 fails everywhere."""
     plan = plan_for(Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive)
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -345,7 +340,7 @@ def test_a_failure_in_a_used_worker_counts_only_if_a_fresh_one_repeats_it(
     expected = {"raises": "error", "hangs": "timeout"}.get(trouble, "crashed")
     assert result.outcomes == ["ok"] * 7 + [expected, "ok"]
     last_try = result.given("Measure", 7)[-1]
-    assert last_try.measured == 0, "the verdict was spoken by a fresh worker"
+    assert last_try.measured == 0, "a fresh worker decides"
     assert len(result.given("Measure", 7)) <= 2
 
 
@@ -358,7 +353,7 @@ def test_any_trouble_retires_a_measuring_worker(trouble: str) -> None:
     assert troubled not in others
 
 
-def test_a_used_worker_that_dies_while_idle_is_replaced_without_blaming_its_device() -> None:
+def test_a_used_worker_that_dies_idle_does_not_blame_its_device() -> None:
     def dies_afterwards(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None

@@ -1,4 +1,4 @@
-"""Searches: lazy spaces, the protocol, and the rules that all searches share."""
+"""All searches keep the same rules and protocol, and their spaces are lazy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ok(config: Config, time_ms: float = 1.0) -> Trial:
 
 
 def drained(made: quarantune.Search, n: int = 5) -> list[Config]:
-    """Returns all that a search asks, each told as `ok` at once."""
+    """Returns all configs a search asks for; each gets the outcome `ok` at once."""
     asked: list[Config] = []
     while batch := made.ask(n):
         assert len(batch) <= n
@@ -57,12 +57,12 @@ def test_a_space_has_the_same_configs_in_every_form(form: str) -> None:
     assert [space.find(config) for config in listed] == list(range(12))
     assert space.find({"BM": 16, "BN": 16, "fast": 1}) is None  # 1 is not True
     assert space.positions_of(space.codes([3, 5])) == [3, 5]
-    zeros = [{"x": 0.0}, {"x": -0.0}]  # two configs, as in a cache key
+    zeros = [{"x": 0.0}, {"x": -0.0}]  # two configs, because their cache keys differ
     assert [str(config) for config in Space({"grid": {"x": [0.0, -0.0]}}.get(form, zeros))] == list(map(str, zeros))
 
 
 def test_a_generator_is_run_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searches, "_READ_FIRST_S", 60.0)  # on a busy machine, 5,000 configs may take more than it is
+    monkeypatch.setattr(searches, "_READ_FIRST_S", 60.0)  # a busy machine may be slow to read 5,000 configs
     yielded = []
 
     def configs() -> Iterator[Config]:
@@ -125,7 +125,7 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
         Space({name: list(range(100)) for name in "abcdefghij"}, fn_name="f")
 
 
-def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -> None:
+def test_the_surrogate_starts_in_a_large_grid_without_listing() -> None:
     import quarantune.search.models  # noqa: F401  its imports are not in question
 
     tracemalloc.start()
@@ -165,7 +165,7 @@ def test_the_surrogate_takes_every_kind_of_value(space: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A config as JAX's own kernels have them."""
+    """A config like those of JAX's kernels."""
 
     shape: tuple[int, ...]
     steps: int = 2
@@ -181,10 +181,10 @@ def test_values_that_hold_several_are_taken_apart() -> None:
     codes = fields.codes(range(space.whole()))
     assert codes[[0, 3, 19]].tolist() == [[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0]]
     assert fields.positions_of(codes) == list(range(20))
-    assert fields.positions_of(np.array([[1, 2, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])) == [5]  # the first is no config
+    assert fields.positions_of(np.array([[1, 2, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])) == [5]  # the first is not a config
 
 
-def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() -> None:
+def test_values_of_different_shapes_are_split_if_they_differ() -> None:
     def fields_of(*values: Any) -> list[tuple[str, list[Any]]]:
         fields = Fields(Space([{"x": value} for value in values]))
         assert fields.positions_of(fields.codes(range(len(values)))) == list(range(len(values)))
@@ -196,12 +196,12 @@ def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() 
         ("x['flag']", [True, False]),
         ("x['level']", [None, 1]),
     ]
-    assert fields_of((), (None,)) == [("x", [(), (None,)])]  # both would be None
+    assert fields_of((), (None,)) == [("x", [(), (None,)])]  # apart, both would be None
     assert fields_of(3, 1, "a") == [("x", [3, 1, "a"])]
 
 
 @pytest.mark.parametrize("name", ["surrogate", pytest.param("optuna:tpe", marks=pytest.mark.clients)])
-def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name: str) -> None:
+def test_a_configs_result_helps_with_configs_that_share_parts(name: str) -> None:
     shapes, steps = list(itertools.product([16, 32, 64, 128], repeat=2)), [1, 2, 3, 4]
     flat = Space([{"m": m, "n": n, "steps": count} for m, n in shapes for count in steps])
     whole = Space([{"tiles": Tiles((m, n), count)} for m, n in shapes for count in steps])
@@ -229,18 +229,18 @@ def test_the_densities_prefer_what_the_good_have_more_often() -> None:
     assert min(ratio[0] - ratio[3], ratio[0] - ratio[4]) > 1
 
 
-def test_numbers_of_many_and_choices_are_also_told_from_each_other_one_by_one() -> None:
+def test_long_lists_and_choices_also_tell_values_apart_singly() -> None:
     lists = {"size": [16, 32, 64], "choice": [2, 0, 1], "many": list(range(8, 80, 8)), "flag": [0, 1]}
     features = Features(Fields(Space(lists)))
     codes = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 8, 0], [1, 0, 0, 0]])
     points = features.points(codes)
-    assert features.ordered == 5  # many has its halvings, too
+    assert features.ordered == 5  # `many` also has halvings
     assert points.shape[1] == 5 + 3 + 9
     apart = ((points[1:, features.ordered :] - points[0, features.ordered :]) ** 2).sum(1)
     assert apart.round(9).tolist() == [1, 1, 1, 0]
 
 
-def test_a_forecast_that_is_told_a_value_equals_one_that_is_made_with_it() -> None:
+def test_updating_a_forecast_equals_making_it_with_the_value() -> None:
     rng = np.random.default_rng(1)
     points, values = rng.random((12, 2)), rng.standard_normal(12)
     process = GaussianProcess(np.array([0, 1]), 2)
@@ -249,7 +249,7 @@ def test_a_forecast_that_is_told_a_value_equals_one_that_is_made_with_it() -> No
     told.observe(9)
     told.observe(10)
     told.tell(10, values[10])
-    told.tell(9, values[9])  # in another order than they were asked
+    told.tell(9, values[9])  # told in another order than asked
     told.tell(11, values[11])
     process.learn(points, values, steps=0)
     anew = process.predict(points)
@@ -286,7 +286,7 @@ def test_a_search_begins_before_scipy_is_imported() -> None:
     python("-c", "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)")
 
 
-def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_continues_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -302,7 +302,7 @@ def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     elsewhere, dropped = {"BM": 128, "BN": 16, "fast": True}, {"BM": 16, "BN": 32, "fast": True}
     made = searches.make(name, space, seed=3, starts=[defaults, elsewhere, dropped, start, defaults])
     known = {"BM": 16, "BN": 16, "fast": True}
-    made.tell(known, ok(known))  # from a journal
+    made.tell(known, ok(known))  # a journal's trial
     made.tell(elsewhere, ok(elsewhere))
     asked = drained(made)
     assert asked[:2] == [defaults, start]
@@ -322,7 +322,7 @@ def test_auto_tries_a_small_space_whole_after_pruning() -> None:
 
 
 class Backwards:
-    """A user's search: from the last to the first, asking the last two again each time."""
+    """A user's search: asks for configs from last to first, and repeats the last two each time."""
 
     def __init__(self, configs: list[Config]) -> None:
         self.left = list(configs)
@@ -339,7 +339,7 @@ class Backwards:
             self.last = []
 
 
-def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
+def test_a_users_search_object_repeats_nothing() -> None:
     listed = quarantune.grid(**GRID)
     mine = Backwards(listed)
     assert isinstance(mine, quarantune.Search)
@@ -347,10 +347,10 @@ def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
     assert asked[0] == listed[0]
     assert len(asked) == 12
     assert sorted(map(str, asked)) == sorted(map(str, listed))
-    assert len(mine.told) > 12  # repeated configs are answered with the known trial
+    assert len(mine.told) > 12  # repeated configs get their known trial
 
 
-def test_an_object_of_the_users_that_asks_nonsense_is_told_so() -> None:
+def test_a_users_search_that_asks_nonsense_is_an_error() -> None:
     class Odd(Backwards):
         def ask(self, n: int) -> list[Config]:
             return [self.answer] * n
@@ -372,7 +372,7 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
     with pytest.raises(TypeError, match=r"is not a search: give 'auto', .*, or an object with the methods ask\(n\)"):
         check_search(7)
     with pytest.raises(TypeError, match=r"is not a search"):
-        check_search(Backwards)  # the class instead of an object
+        check_search(Backwards)  # a class, not an object
 
 
 @pytest.mark.long
@@ -395,7 +395,7 @@ def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.clients
-def test_a_failure_counts_as_the_worst_config_also_where_that_has_a_score_of_0() -> None:
+def test_a_failure_is_worst_even_if_the_worst_score_is_0() -> None:
     pytest.importorskip("optuna")
     made = searches.make("optuna:random", Space(GRID))
     first, second, failed = made.ask(3)
@@ -418,7 +418,7 @@ def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
             assert len(drained(searches.make(f"optuna:{name}", Space(GRID)))) == 12, name
 
 
-def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"needs Optuna.*pip install 'quarantune\[optuna\]'"):
         searches.make("optuna:tpe", Space(GRID))

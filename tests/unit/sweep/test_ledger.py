@@ -1,4 +1,4 @@
-"""The ledger of a sweep has a trial before its listeners hear of it, and each ends once."""
+"""The ledger of a sweep has a trial before its listeners do, and each config ends once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quarantune.values.trial import END, UNTUNED, Outcome, Trial
 TRIAL = Trial(config={"block": 8}, outcome=Outcome.OK)
 
 
-def test_the_ledger_has_a_trial_before_any_listener_hears_of_it() -> None:
+def test_the_ledger_has_a_trial_before_its_listeners() -> None:
     heard: list[bool] = []
     ledger = Ledger()
     for _ in range(2):
@@ -25,7 +25,7 @@ def test_each_config_ends_once_and_after_its_trial() -> None:
     assert heard == [3, (3, END), (UNTUNED, END)]
 
 
-def test_recalled_trials_are_heard_by_nobody() -> None:
+def test_recalled_trials_reach_no_listener() -> None:
     heard: list[int] = []
     ledger = Ledger(Listener(on_trial=lambda index, _: heard.append(index)))
     ledger.recall({0: TRIAL})

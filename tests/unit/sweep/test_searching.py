@@ -30,7 +30,7 @@ from quarantune.values.options import Options
 from quarantune.values.space import Space, expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 EXAMPLES = ROOT / "examples"
 RECORDINGS = EXAMPLES / "spaces"
 read = runpy.run_path(str(EXAMPLES / "search_replay.py"))["read"]
@@ -38,7 +38,7 @@ ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
 
 
 class Growing:
-    """Gives configs one after another, waits for trials now and then, and notes what it was asked."""
+    """A source of configs that sometimes waits for trials, and records its calls."""
 
     def __init__(self, count: int, *, batch: int = 100, stop_after: int | None = None) -> None:
         self.left = list(range(count))
@@ -90,7 +90,7 @@ def run(source: Growing, route: Route, act: Any = lambda worker: None, **changes
 
 
 @ROUTES
-def test_every_config_that_a_source_gives_comes_to_its_outcome(route: Route) -> None:
+def test_every_config_of_a_source_gets_an_outcome(route: Route) -> None:
     source = Growing(20)
     trials, (sandbox, _) = run(source, route)
     assert sorted(trials) == sorted(source.told) == list(range(20))
@@ -102,18 +102,18 @@ def test_every_config_that_a_source_gives_comes_to_its_outcome(route: Route) -> 
 def test_a_source_is_asked_as_late_as_places_become_free(route: Route) -> None:
     source = Growing(40)
     run(source, route, parked=4)
-    # Those that compile, those that wait, and the one that is measured; and those that were asked at once.
+    # Configs that compile, wait or are measured, and one batch just taken.
     assert source.most_pending <= SLOTS + 4 + 1 + 8
 
 
-def test_slots_do_not_idle_while_the_first_worker_initialises_its_device() -> None:
+def test_slots_are_busy_while_a_worker_initialises_its_device() -> None:
     def act(worker: Any) -> Any:
         return [(2.3, worker.says("Ready", "load", modules=[]))] if worker.do == "Prepare" else None
 
     source = Growing(60)
     _, (sandbox, _) = run(source, Route.APART, act, slots=8, parked=4)
     before = list(itertools.takewhile(lambda worker: worker.do != "Measure", sandbox.given))
-    # Each compiles in 1.2 s: twice eight have begun by then.
+    # Each compiles in 1.2 s: 16 have begun after 2.3 s.
     assert sum(worker.do == "Compile" for worker in before) == 16
     assert source.most_pending <= 16 + 8
 
@@ -123,11 +123,11 @@ def test_a_source_that_waits_for_trials_gets_them_without_delay(route: Route) ->
     waiting = Growing(12, batch=2)
     trials, (_, waited_s) = run(waiting, route)
     assert len(trials) == 12
-    # Each pair compiles for about a second, and is measured in turn: nothing waits for a tick or a deadline.
+    # Each pair compiles for a second and is measured in turn: nothing waits for a tick or a deadline.
     assert waited_s < 6 * 2.5
 
 
-def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
+def test_growing_is_as_quick_as_knowing_all_configs() -> None:
     _, (_, growing_s) = run(Growing(30), Route.APART)
     clock = Clock()
     plan = plan_for(Route.APART)
@@ -141,7 +141,7 @@ def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
 
 
 @ROUTES
-def test_when_the_time_is_over_only_measured_configs_finish(route: Route) -> None:
+def test_after_the_time_only_measured_configs_finish(route: Route) -> None:
     def act(worker: Any) -> Any:
         if worker.do == "Compile" and worker.trial >= 6:
             return compiles(worker, compile_s=4.0)
@@ -191,7 +191,7 @@ def test_defaults_come_first_then_starts_then_the_search() -> None:
     assert list(search.take(4)) == [4, 7, 0, 1]
 
 
-def test_trials_are_counted_up_to_the_budget_and_pruned_ones_are_not() -> None:
+def test_trials_count_up_to_the_budget_without_pruned_ones() -> None:
     search = Searching(limits(max_trials=3), Space(SPACE).where(lambda config: config["n"] >= 2))
     taken = search.take(10)
     assert list(taken) == [2, 3, 4]
@@ -211,7 +211,7 @@ def test_a_search_that_has_tried_all_says_so_whatever_its_budget() -> None:
 
 def test_a_search_without_a_gain_ends_after_its_patience() -> None:
     search = searching(limits(patience=3))
-    times = [5.0, 4.0, 3.99, 3.985, 4.5]  # the later ones are no gain of half a percent over 4.0
+    times = [5.0, 4.0, 3.99, 3.985, 4.5]  # the later ones gain less than half a percent over 4.0
     for time_ms in times:
         assert search.stopped == ""
         ((index, config),) = search.take(1).items()
@@ -233,7 +233,7 @@ def test_failures_while_configs_compile_use_up_no_patience() -> None:
     ((index, config),) = search.take(1).items()
     search.ended(index, trial(config, 1.0))
     ends = [(Outcome.ERROR, Phase.COMPILE)] * 5 + [(Outcome.TIMEOUT, Phase.COMPILE), (Outcome.ERROR, Phase.CHECK)]
-    for outcome, phase in ends:  # only the last two cost time
+    for outcome, phase in ends:  # only the last two count
         assert not search.is_closed
         ((index, config),) = search.take(1).items()
         search.ended(index, dataclasses.replace(trial(config, None, outcome), phase=phase))
@@ -242,7 +242,7 @@ def test_failures_while_configs_compile_use_up_no_patience() -> None:
 
 
 class Hopeful:
-    """A search that expects a gain until it was told, or asked, of so many configs."""
+    """A search that expects a gain for its first `told` trials and `asked` configs."""
 
     def __init__(self, told: int = 100, asked: int = 100) -> None:
         self.left_to_tell, self.left_to_ask = told, asked
@@ -260,7 +260,7 @@ class Hopeful:
         self.left_to_tell -= 1
 
 
-def test_configs_that_wait_are_not_run_once_a_model_expects_no_gain() -> None:
+def test_waiting_configs_do_not_run_once_no_gain_is_expected() -> None:
     search = searching(limits(search=Hopeful(told=2), ends_without_hope=True))
     taken = search.take(4)
     for index in (0, 1):
@@ -274,14 +274,14 @@ def test_configs_that_wait_are_not_run_once_a_model_expects_no_gain() -> None:
     assert limits().why_ended("no_gain") == "the search ended after its model expected no gain of 0.5%"
 
 
-def test_what_a_model_learns_while_it_is_asked_ends_the_search() -> None:
+def test_a_model_may_end_the_search_while_it_is_asked() -> None:
     search = searching(limits(search=Hopeful(asked=4), ends_without_hope=True))
     for index, config in search.take(3).items():
         search.ended(index, trial(config, 1.0))
     assert (search.take(3), search.stopped) == ({}, "no_gain")
 
 
-def test_a_search_without_the_option_goes_on_when_its_model_expects_no_gain() -> None:
+def test_without_the_option_a_search_continues_without_a_gain() -> None:
     search = searching(limits(search=Hopeful(told=1)))
     for index, config in search.take(8).items():
         search.ended(index, trial(config, 1.0))
@@ -289,7 +289,7 @@ def test_a_search_without_the_option_goes_on_when_its_model_expects_no_gain() ->
 
 
 def auto(trials: list[Trial], configs: Any = None, **options: Any) -> tuple[Searching, list[Trial]]:
-    """Runs `auto` on recorded trials, eight at a time, and returns it with the trials that it asked for."""
+    """Runs `auto` on recorded trials, eight at a time; returns the search and the trials it asked for."""
     recorded = {text_of(trial.config): trial for trial in trials}
     space = Space([trial.config for trial in trials] if configs is None else configs)
     search = Searching(SearchLimits.of(Options(**options), blocks.current()).resolved(space), space)
@@ -307,7 +307,7 @@ def best_ms(trials: list[Trial]) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("recording", sorted((RECORDINGS / "half_invalid").glob("*")), ids=lambda path: path.name)
-def test_auto_ends_soon_in_recorded_spaces_of_which_half_fails(recording: Path, seed: int) -> None:
+def test_auto_ends_soon_in_recorded_spaces_that_half_fail(recording: Path, seed: int) -> None:
     trials = read(recording)
     search, asked = auto(trials, seed=seed)
     assert search.stopped == "no_gain"
@@ -318,7 +318,7 @@ def test_auto_ends_soon_in_recorded_spaces_of_which_half_fails(recording: Path, 
 
 
 def half_invalid(size: int = 24, *, duplicates: int = 1) -> list[Trial]:
-    """Returns trials of a square, of which the half beyond a diagonal fails while it is traced."""
+    """Returns trials of a square; the half beyond a diagonal fails in tracing."""
     trials = []
     for a, b, c in itertools.product(range(size), range(size), range(duplicates)):
         config = {"a": a, "b": b, "c": c}
@@ -337,19 +337,19 @@ def test_half_of_a_space_that_fails_costs_the_search_little() -> None:
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_configs_of_equal_times_do_not_end_a_search_before_the_best() -> None:
-    trials = half_invalid(duplicates=20)  # more than the models look at to tell how much faster a config may be
+def test_configs_of_equal_times_end_no_search_before_the_best() -> None:
+    trials = half_invalid(duplicates=20)  # more than the models use to predict a gain
     search, asked = auto(trials)
     assert search.stopped == "no_gain"
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_a_generator_that_takes_long_is_searched_until_no_gain_is_expected() -> None:
+def test_a_slow_generator_is_searched_until_no_gain_is_expected() -> None:
     trials = half_invalid()
 
     def slowly() -> Iterator[Config]:
         for at, each in enumerate(trials):
-            if at == 310:  # read once the first config was tried
+            if at == 310:  # read after the first config was tried
                 began_s = time.thread_time()
                 while time.thread_time() < began_s + 0.3:
                     pass
@@ -360,7 +360,7 @@ def test_a_generator_that_takes_long_is_searched_until_no_gain_is_expected() -> 
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_a_patience_of_the_authors_takes_the_place_of_the_models() -> None:
+def test_the_authors_patience_replaces_the_models() -> None:
     search, asked = auto(half_invalid(), patience=150)
     assert search.stopped == "patience"
     assert len(asked) > 150
@@ -372,7 +372,7 @@ def test_known_trials_count_and_are_not_tried_again() -> None:
     assert list(search.take(10)) == [4, 5]
 
 
-def test_configs_known_to_fail_are_told_and_neither_tried_nor_counted() -> None:
+def test_configs_known_to_fail_are_neither_tried_nor_counted() -> None:
     failures = {0: trial(SPACE[0], None, Outcome.ERROR)}
     search = searching(limits(max_trials=2), failures=failures)
     taken = search.take(5)
@@ -380,7 +380,7 @@ def test_configs_known_to_fail_are_told_and_neither_tried_nor_counted() -> None:
     assert not searching(limits(), failures=failures).is_closed
 
 
-def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> None:
+def test_after_the_time_a_search_continues_until_one_works() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
     taken = search.take(3)
@@ -393,7 +393,7 @@ def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> 
     assert search.stopped == "time_budget"
 
 
-def test_no_trial_goes_on_for_longer_than_a_trial_may_take_after_the_time() -> None:
+def test_after_the_time_no_trial_outlasts_its_own_limit() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
     search.take(3)
@@ -411,14 +411,14 @@ def test_a_config_that_was_not_run_does_not_count_as_tried() -> None:
 def test_the_first_config_begins_however_short_the_time_is() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=1e-3), clock=lambda: now, trial_s=10.0)
-    now = 1.0  # the search took so long to set up
+    now = 1.0  # setting up the search took this long
     ((index, config),) = search.take(1).items()
     assert (search.take(1), search.stopped) == ({}, "time_budget")
     search.ended(index, trial(config, None, Outcome.NOT_RUN))
     assert search.take(1) == {}
 
 
-def test_a_number_of_trials_that_the_time_cuts_off_did_not_end_the_search() -> None:
+def test_a_search_stopped_by_time_did_not_stop_by_max_trials() -> None:
     now = 0.0
     search = searching(limits(max_trials=2, time_budget_s=5.0), clock=lambda: now)
     taken = search.take(2)
@@ -465,9 +465,7 @@ def test_a_search_that_ends_early_has_not_seen_all() -> None:
         (5000, 0, {"patience": 9}, ("surrogate", 400, 9)),
     ],
 )
-def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
-    size: int, dropped: int, given: Any, wanted: Any
-) -> None:
+def test_auto_tries_a_small_space_and_searches_a_large_one(size: int, dropped: int, given: Any, wanted: Any) -> None:
     chosen = SearchLimits.of(Options(**given), blocks.current()).resolved(
         Space([{"n": n} for n in range(size)]).where(lambda config: config["n"] >= dropped)
     )
@@ -505,7 +503,7 @@ def test_bad_searches_and_budgets_are_refused(options: Any, error: type[Exceptio
         Options(**options)
 
 
-def test_searches_and_budgets_are_no_part_of_the_fingerprint() -> None:
+def test_searches_and_budgets_do_not_change_the_fingerprint() -> None:
     searched = Options(search="random", max_trials=5, time_budget=1.0, patience=3, seed=2)
     assert searched.deciding() == Options().deciding() == {}
 
@@ -558,7 +556,7 @@ def array(*shape: int, dtype: str = "float32") -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype, "weak_type": False}
 
 
-def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
+def test_problems_with_similar_sizes_are_nearer() -> None:
     here = {"x": array(1024, 1024), "causal": True}
     others = [
         {"x": array(1024, 1024), "causal": True},
@@ -570,7 +568,7 @@ def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
     distances = [difference(here, other) for other in others]
     assert distances[0] == 0
     assert all(nearer < farther for nearer, farther in itertools.pairwise(distances))
-    assert difference({"x": 10**400}, {"x": 3}) < difference({"x": 10**500}, {"x": 3}), "numbers that no float holds"
+    assert difference({"x": 10**400}, {"x": 3}) < difference({"x": 10**500}, {"x": 3}), "numbers beyond any float"
     assert difference({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < difference(here, {"key_fn": 3})
 
 
@@ -587,19 +585,19 @@ def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     everything = entry(1.2, "exhausted", 100)
     assert more_thorough("gpu", "key", thorough, everything) is everything
     assert more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
-    nothing_spent = thorough | {"score": 0.0}  # which is less than 0.5
+    nothing_spent = thorough | {"score": 0.0}  # 0.0 is a score, less than 0.5
     assert more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
     of_another_space = quick | {"space": {"configs": 7}}
     assert more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
 
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])
-def test_whatever_a_file_says_of_a_search_is_read_without_an_error(record: Any) -> None:
+def test_any_saved_text_about_a_search_is_read_without_an_error(record: Any) -> None:
     found = Findings.from_json({"search": record}).search
     assert (found.stopped, found.seen, found.budget) == ("", None, None)
 
 
-def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
+def test_a_search_may_be_an_object_with_ask_and_tell() -> None:
     class Mine:
         def __init__(self) -> None:
             self.told: list[tuple[Config, Outcome]] = []
@@ -622,7 +620,7 @@ def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
 # Routes that cannot settle a config
 
 
-def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -> None:
+def test_a_route_that_cannot_compile_takes_no_more_configs() -> None:
     source = Growing(30)
     clock = Clock()
     act = for_config(4, lambda worker: [(0.1, worker.raises("compile", "unfit", message="it calls back"))])
@@ -636,8 +634,8 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     leftovers = scheduler.run({})
     scheduler.close()
     assert 4 in leftovers.unfit
-    assert leftovers.unfit.keys() == source.pending, "the other route runs them"
-    assert source.left, "and asks for the rest"
+    assert leftovers.unfit.keys() == source.pending, "the other route runs the rest"
+    assert source.left, "the source still has configs"
 
     together = plan_for(Route.TOGETHER).scheduler(
         FakeSandbox(clock, lambda worker: None),
@@ -651,7 +649,7 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     assert sorted(source.told) == list(range(30))
 
 
-def test_a_search_learns_of_an_error_before_the_device_has_confirmed_it() -> None:
+def test_a_search_learns_of_an_error_before_its_confirmation() -> None:
     source = Growing(10)
     clock = Clock()
     act = for_config(2, lambda worker: [(0.1, worker.raises("compile"))])

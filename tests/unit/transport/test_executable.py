@@ -1,4 +1,4 @@
-"""Executables come back to the caller as data: reading the bytes of a worker runs none of its code."""
+"""Executables return to the caller as data: reading a worker's bytes runs no code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Evil:
 
 
 @pytest.mark.usefixtures("quiet_place", "two_slots")
-def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Path) -> None:
+def test_the_caller_loads_no_pickle_that_a_config_forged(tmp_path: Path) -> None:
     mark = str(tmp_path / "made by the caller")
 
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -53,7 +53,7 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
     assert three is not None
     np.testing.assert_array_equal(one(X), X)
     np.testing.assert_array_equal(three(X), 3 * X)
-    assert isinstance(two, functools.partial)  # it is compiled here when it is called, if the caller still wants it
+    assert isinstance(two, functools.partial)  # a call compiles it here
 
 
 def blob_of(fn: Any, *args: Any) -> tuple[Any, bytes]:
@@ -163,7 +163,7 @@ class Boxed:
 
 
 @pytest.mark.usefixtures("two_slots")
-def test_pytree_classes_of_outputs_come_from_the_function_at_the_first_call() -> None:
+def test_output_classes_come_from_the_functions_first_call() -> None:
     traced = []
 
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -173,7 +173,7 @@ def test_pytree_classes_of_outputs_come_from_the_function_at_the_first_call() ->
 
     (function,) = quarantune.compile_configs(boxing, [{"n": 3}], X)
     assert function is not None
-    assert traced == [3], "its program was compared with that of the workers"
+    assert traced == [3], "its program is compared with the workers' program"
     traced.clear()
     for _ in range(2):
         np.testing.assert_array_equal(function(X)["boxed"].value, 3 * X)

@@ -1,4 +1,4 @@
-"""Calls in transit: packed in one process, unpacked in another, with the same result; and errors for the rest."""
+"""A call packed in one process and unpacked in another gives the same result, or packing fails with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quarantune.sandbox import spool
 from quarantune.transport import arrays, payload, pickling
 from quarantune.transport.payload import Call
 
-# A script without an `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
+# The script has no `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
 # and records its result, and another process unpacks it and reports the result there.
 SENDER = r"""
 import dataclasses, enum, functools, json, linecache, sys, types, typing
@@ -477,7 +477,7 @@ def _run(script: str, directory: Path, *args: object, name: str, path: tuple[Pat
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The receiver's result of each case of the sender, with the result that the sender recorded."""
+    """Returns for each case the receiver's result and the sender's recorded result."""
     out, sender, receiver, modules = (tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods"))
     (modules / "named_module.py").write_text(NAMED_MODULE)
     _run(SENDER, sender, out, name="train.py", path=(modules,))
@@ -612,7 +612,7 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
 @pytest.mark.parametrize("is_jitted", [False, True])
-def test_all_that_counts_of_an_argument_travels(kind: str, is_jitted: bool) -> None:
+def test_every_relevant_property_of_an_argument_travels(kind: str, is_jitted: bool) -> None:
     def described(argument: Any) -> dict[str, Any]:
         return describe_arguments({"x": argument}, (), is_jitted=is_jitted)
 
@@ -668,7 +668,7 @@ def test_a_rebuilt_function_keeps_its_jit_options() -> None:
     assert jax_functions.jit_options(fn).static_names == {"mode", "n"}
 
 
-def test_arrays_in_the_spool_do_not_overlap_and_start_where_xla_copies() -> None:
+def test_arrays_in_the_spool_are_apart_and_aligned_for_xla() -> None:
     arrays = [
         np.ones(3, np.int8),
         jnp.ones(5),
@@ -723,12 +723,12 @@ def test_numpy_arguments_keep_their_strides() -> None:
         assert not np.shares_memory(array, given)
 
 
-def test_a_view_spread_over_much_memory_is_refused_for_plain_callables_alone() -> None:
-    column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # never read
+def test_a_spread_view_is_refused_for_plain_callables_alone() -> None:
+    column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # its elements are never read
     with pytest.raises(ValueError, match=r"covers 1,072,693,256 bytes.*ascontiguousarray"):
         payload.pack_call(_plain, (column,), {})
     (spec,) = payload.pack_call(jax.jit(_plain), (column,), {}).call.specs
-    assert spec.strides is None, "JAX copies it"
+    assert spec.strides is None, "JAX copies the view"
     (spec,) = payload.pack_call(_plain, (np.zeros((64, 64))[:, 0],), {}).call.specs
     assert spec.strides == (512,)
 
@@ -747,7 +747,7 @@ def test_plain_callables_get_the_callers_memory_order() -> None:
         assert tuner.run(given).best_config == {"do": 1}
 
 
-def test_arrays_that_are_bound_to_their_device_arrive_bound_to_one() -> None:
+def test_arrays_bound_to_their_device_arrive_bound_to_one() -> None:
     device = jax.local_devices()[0]
     placed = jax.sharding.SingleDeviceSharding(device)
     free = {
@@ -792,7 +792,7 @@ def test_jax_arguments_own_their_buffers_every_time(is_bound: bool) -> None:
 
 
 @pytest.mark.parametrize("offset", range(0, 128, 16))
-def test_arrays_made_of_numpy_data_own_their_buffer_at_any_alignment(offset: int) -> None:
+def test_arrays_of_numpy_data_own_buffers_at_any_alignment(offset: int) -> None:
     room = np.arange(1000, dtype=np.float32)
     start = (offset - room.ctypes.data) % 128 // 4
     array = arrays.restore_array(room[start : start + 500], False, None)
@@ -807,7 +807,7 @@ def test_the_spool_is_unmapped_after_use(tmp_path: Path) -> None:
     with open(tmp_path / "the_spool", "w+b") as spool:
         payload.write_arrays(packed, spool.fileno())
         arguments = payload.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
-    gc.collect()  # JAX lets go of what it has copied only now
+    gc.collect()  # JAX frees the copied arrays only now
     assert arguments[0][0][99_999] == 99_999
     assert "the_spool" not in Path("/proc/self/maps").read_text()
 
@@ -845,7 +845,7 @@ def test_structs_have_the_dtype_jax_would_use() -> None:
     assert (wide.dtype, weak.weak_type) == (jnp.float32, True)
 
 
-def test_an_option_that_a_module_sets_when_it_is_imported_gets_the_callers_value(
+def test_an_option_a_module_sets_on_import_has_the_callers_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "jax_numpy_rank_promotion"
@@ -857,7 +857,7 @@ def test_an_option_that_a_module_sets_when_it_is_imported_gets_the_callers_value
         module = importlib.import_module("setting_an_option")
         jax.config.update(name, "warn")
         packed = payload.pack_call(module.double, (np.ones(3),), {})
-        del sys.modules["setting_an_option"]  # as in a worker
+        del sys.modules["setting_an_option"]  # a worker has not imported it
         payload.unpack_call(packed.blob)
         assert "setting_an_option" in sys.modules
         assert jax.config.values[name] == "warn"  # type: ignore[attr-defined]
@@ -948,9 +948,7 @@ NAMED_OBJECTS = {
 
 
 @pytest.mark.parametrize("kind", NAMED_OBJECTS)
-def test_an_object_pickled_by_name_travels_from_a_module_of_this_process(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_pickled_by_name_travels_from_its_module(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.version_info < (3, 12) and ("type K" in NAMED_OBJECTS[kind] or "K[" in NAMED_OBJECTS[kind]):
         pytest.skip("Python 3.12 has this syntax")
     made_up = types.ModuleType("made_up_module")
@@ -968,7 +966,7 @@ def test_an_object_pickled_by_name_travels_from_a_module_of_this_process(
         assert found.n == 1
 
 
-def test_an_object_pickled_by_name_that_cannot_be_made_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_whose_name_no_worker_can_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = types.ModuleType("made_up_module")
     exec(
         "class Kind(int):\n    def __reduce__(self): return 'K'\nK = Kind(2)\ndef kernel(a): return a * K",
@@ -979,7 +977,7 @@ def test_an_object_pickled_by_name_that_cannot_be_made_again_is_refused(monkeypa
         pickling.dumps(made_up.kernel)
 
 
-def test_the_message_for_a_generator_in_a_closure_names_the_way_to_it() -> None:
+def test_the_message_for_a_generator_names_the_way_to_it() -> None:
     numbers = (number for number in range(9))
 
     def helper(a: Any) -> Any:
@@ -997,7 +995,7 @@ def test_the_message_for_a_generator_in_a_closure_names_the_way_to_it() -> None:
     assert "Create it inside the function" in message
 
 
-def test_a_decorators_weak_reference_to_its_own_function_is_one_where_it_arrives() -> None:
+def test_a_decorators_weak_reference_to_its_function_arrives() -> None:
     def counted(function: Callable[[], int]) -> Callable[[], int]:
         def wrapper() -> int:
             return function() + (holder[0]() is wrapper) + (gone() is None)
@@ -1008,12 +1006,12 @@ def test_a_decorators_weak_reference_to_its_own_function_is_one_where_it_arrives
     assert pickling.loads(pickling.dumps(counted(lambda: 40)))() == 42
 
 
-def test_an_objects_locks_are_new_ones_where_it_arrives_even_if_they_are_held_here() -> None:
+def test_an_objects_held_locks_arrive_as_new_ones() -> None:
     class Guarded:
         def __init__(self) -> None:
             self.lock, self.again, self.changed = threading.Lock(), threading.RLock(), threading.Condition()
 
-        @functools.cached_property  # with a lock of its own in Python 3.11
+        @functools.cached_property  # it has a lock in Python 3.11
         def doubled(self) -> int:
             return 2 * 3
 
@@ -1023,7 +1021,7 @@ def test_an_objects_locks_are_new_ones_where_it_arrives_even_if_they_are_held_he
     assert found.lock is not sent.lock
     assert all(lock.acquire(blocking=False) for lock in (found.lock, found.again, found.changed))
     assert found.doubled == 6
-    found.changed.notify_all()  # raises unless it is held
+    found.changed.notify_all()  # raises unless the lock is held
 
 
 @pytest.mark.parametrize(
@@ -1094,7 +1092,7 @@ def test_the_message_for_a_tracer_in_a_closure_has_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-def test_arrays_of_any_type_come_back_from_a_file(is_sealed: bool) -> None:
+def test_arrays_of_any_type_survive_a_file(is_sealed: bool) -> None:
     sent = [np.arange(7, dtype=dtype).reshape(7, 1)[::step] for dtype in ("int8", "complex128") for step in (1, -2)]
     sent += [np.asarray(jnp.ones((3, 5), jnp.bfloat16)), np.zeros((0, 3)), np.array(2.5, np.float32)]
     apart: list[memoryview] = []

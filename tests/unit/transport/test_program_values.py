@@ -1,4 +1,4 @@
-"""Workers run the caller's program: the values that it has set in the modules that a function reaches."""
+"""Workers run a function with the values that the caller's program has set in the modules it reaches."""
 
 from __future__ import annotations
 
@@ -149,19 +149,19 @@ X = jnp.arange(4.0)
 
 
 def write(directory: Path, **programs: str) -> None:
-    """Writes the modules, and programs beside them."""
+    """Writes the modules and the programs."""
     for name, text in {**MODULES, **programs}.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
 
 
 def run(directory: Path, *arguments: str, **environ: str) -> str:
-    """Runs Python in a directory, in a process of its own; returns the output."""
+    """Runs Python in a directory, in a new process; returns the output."""
     return python(*arguments, cwd=directory, path=[directory, SUPPORT], **environ)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedPython]:
-    """The process of the programs that need no fresh one; each defines its flags."""
+    """The process of all programs that need no fresh one; each program defines its flags again."""
     process = SharedPython(environ=child_environ(SUPPORT), anew=["absl"])
     yield process
     process.close()
@@ -176,7 +176,7 @@ def run_shared(shared: SharedPython, directory: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*CASES][:7], [*CASES][7:14], [*CASES][14:]], ids=["data", "code", "flags"])
-def test_values_that_the_program_has_set_are_those_of_its_workers(
+def test_workers_have_the_values_that_the_program_has_set(
     tmp_path: Path, shared: SharedPython, cases: list[str]
 ) -> None:
     # One module of kernels for each case, so that each sweep reaches one value.
@@ -307,9 +307,7 @@ def test_a_function_that_its_module_has_defined_anew_is_refused(
         program_values.adopt(values)
 
 
-def test_an_object_that_raises_when_it_is_pickled_is_the_workers_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_raises_when_pickled_is_the_workers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "import multiprocessing\nLOCK = multiprocessing.Lock()\ndef locks(x):\n    with LOCK:\n        return x\n"
     write(tmp_path, has_a_lock=source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -324,9 +322,7 @@ def test_an_object_that_raises_when_it_is_pickled_is_the_workers_own(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(
-    tmp_path: Path, shared: SharedPython
-) -> None:
+def test_a_filled_cache_of_unsendable_values_is_no_obstacle(tmp_path: Path, shared: SharedPython) -> None:
     read = "expect(mysettings.TABLE.setdefault('scale', 3), 3) or True"
     script = f"""{PROGRAM}
 import threading, reads
@@ -362,7 +358,7 @@ reads.kernel(X)
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path, shared: SharedPython) -> None:
+def test_workers_get_the_programs_own_jax_array(tmp_path: Path, shared: SharedPython) -> None:
     kernel = """
 from mykernels import *
 import arrays
@@ -385,11 +381,11 @@ VALUES = [
     ("CONFIG.depth", "mysettings.CONFIG.depth = 0"),
     ("TABLE", "mysettings.TABLE['a'] = 1"),
 ]
-"""What a kernel reads, and how a program sets it."""
+"""Expressions that a kernel reads, each with the code by which a program sets its value."""
 
 
 @pytest.mark.parametrize("values", [VALUES[:2], pytest.param(VALUES[2:], marks=pytest.mark.long)], ids=["two", "four"])
-def test_a_result_for_one_value_is_none_for_another(tmp_path: Path, values: list[tuple[str, str]]) -> None:
+def test_a_result_for_one_value_is_not_used_for_another(tmp_path: Path, values: list[tuple[str, str]]) -> None:
     modules = {f"reads{index}": READS.format(read=read) for index, (read, _) in enumerate(values)}
     acts = "\n    ".join(act for _, act in values)
     script = f"""{PROGRAM}
@@ -453,8 +449,8 @@ print("tuned")
         pytest.param("dask", marks=pytest.mark.engines),
     ],
 )
-def test_the_kinds_of_programs_that_set_values(tmp_path: Path, kind: str) -> None:
-    # Kernels of an imported module, and of the program itself.
+def test_all_kinds_of_programs_may_set_values(tmp_path: Path, kind: str) -> None:
+    # Some kernels are in an imported module, others in the program.
     cells = [SET, KERNELS, "options = {}", TUNE]
     write(tmp_path, kernels=KERNELS, program="\n".join(cells))
     if kind == "script":

@@ -1,4 +1,4 @@
-"""Programs are more than their text: which may be taken for one, what loading them takes, what a first run says."""
+"""Equal programs are recognised beyond their text, load without harm, and are judged by their first run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarant
 
 
 @pytest.mark.parametrize("impls", [["rbg", "unsafe_rbg"], pytest.param(["unsafe_rbg", "rbg"], marks=pytest.mark.slow)])
-def test_programs_whose_keys_are_made_otherwise_are_never_taken_for_one(impls: list[str]) -> None:
+def test_programs_with_other_kinds_of_keys_are_different(impls: list[str]) -> None:
     def keys(data: Any, do: str = "") -> Any:
         return jax.random.wrap_key_data(data + jnp.uint32(1), impl=do)
 
@@ -57,7 +57,7 @@ def test_programs_whose_keys_are_made_otherwise_are_never_taken_for_one(impls: l
     assert {trial.config["do"]: trial.outcome.value for trial in result.trials} == {"rbg": "ok", "unsafe_rbg": "wrong"}
 
 
-def test_programs_with_weak_and_with_strong_outputs_are_never_taken_for_one() -> None:
+def test_programs_with_weak_and_strong_outputs_are_different() -> None:
     @functools.partial(jax.jit, static_argnames=["weak"])
     def two(x: Any, weak: bool = False) -> Any:
         return x + 1, 2.0 if weak else jnp.float32(2.0)
@@ -87,14 +87,14 @@ def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("target", ["__cudnn$fmhaSoftmax", "mosaic_gpu_v2"])
-def test_a_program_that_calls_cudnn_by_itself_is_told_from_others(target: str) -> None:
+def test_a_program_that_calls_cudnn_differs_from_others(target: str) -> None:
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(X.shape, X.dtype), has_side_effect=True)
     text = jax.jit(call).trace(X).lower(lowering_platforms=("cuda",)).as_text()
     assert target in text
     assert programs.calls_cudnn(text) == target.startswith("__cudnn$")
 
 
-def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -> None:
+def test_programs_whose_outputs_hold_functions_are_different() -> None:
     def identity(rate: float) -> str:
         def step(x: Any) -> Any:
             return x, jax.tree_util.Partial(lambda y: y - rate)
@@ -107,7 +107,7 @@ def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -
 
 
 @pytest.mark.slow
-def test_a_function_that_needs_its_device_is_compiled_with_it_at_once_the_next_time(
+def test_a_function_that_needs_its_device_gets_it_at_once_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "4")
@@ -123,12 +123,12 @@ def test_a_function_that_needs_its_device_is_compiled_with_it_at_once_the_next_t
         assert len([text for text in caplog.messages if "another route" in text]) == times
 
 
-# --- what loading takes -------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["1", "4"], ids=["together", "apart"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker compiles and measures, or two do."""
+    """Lets one worker compile and measure, or two workers."""
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", request.param)
 
 
@@ -144,7 +144,7 @@ def test_programs_that_call_lapack_are_tuned_and_compared(caplog: pytest.LogCapt
 
 
 def factor_by_hand(x: Any, do: int = 1) -> Any:
-    """Calls a function of a library that this process hears of only here, as somebody's own may be."""
+    """Calls a function of a library that the process loads only here, like a user's library."""
     from jaxlib.cpu import _lapack
 
     _lapack.initialize()
@@ -156,18 +156,16 @@ def factor_by_hand(x: Any, do: int = 1) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("route")
-def test_programs_that_call_what_tracing_them_registers_are_tuned_and_compared(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_programs_that_call_what_tracing_registers_are_tuned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert ends(tuner(factor_by_hand, [1, 2]).run(4 * jnp.eye(8)).trials) == ["ok", "ok"]
     assert "could not be compared" not in caplog.text
 
 
-# --- what a worker compiles for others ------------------------------------------------------------------------
+# --- workers with many configs ------------------------------------------------------------------------
 
 _traced: list[str] = []
-"""The configs that this process has traced; a worker has its own."""
+"""Configs that this process has traced; each worker has its list."""
 
 
 def refuse(x: Any, do: str = "") -> Any:
@@ -183,10 +181,8 @@ def refuse(x: Any, do: str = "") -> Any:
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On a CPU, each config has a compile worker of its own.
+def test_a_worker_survives_an_exception_a_fresh_one_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A CPU would give each config a new compile worker.
     monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
@@ -197,13 +193,13 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
     assert ends(trials) == ["ok", *["error"] * 6, "ok", "ok"]
     assert all("not this one" in trial.log_tail for trial in trials[1:7])
     for trial in trials:
-        assert set(re.findall("tracing (.*)", trial.log_tail)) <= {trial.config["do"]}, "the output of another config"
+        assert set(re.findall("tracing (.*)", trial.log_tail)) <= {trial.config["do"]}, "another config's output"
     pids = collections.defaultdict(set)
     for line in (tmp_path / "pids").read_text().splitlines():
         config, pid = line.rsplit(" ", 1)  # the defaults have an empty name
         pids[config].add(pid)
     used = set.union(*(pids[f"refuse {i}"] for i in range(6)))
-    assert len(used) <= 4, "most were taken by a worker that had raised the exception before"
+    assert len(used) <= 4, "workers that had raised the exception took most configs"
 
 
 def misread(x: Any, do: str = "") -> Any:
@@ -211,14 +207,12 @@ def misread(x: Any, do: str = "") -> Any:
     if not do.startswith("fail"):
         return x
     result = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32))
-    return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # it is called without its attribute
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # this call lacks its attribute
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_a_worker_that_measures_goes_on_after_an_error_that_a_fresh_one_has_raised_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_measuring_worker_survives_an_error_repeated_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     started: list[WorkerState] = []
     start = Workers.start
@@ -233,7 +227,7 @@ def test_a_worker_that_measures_goes_on_after_an_error_that_a_fresh_one_has_rais
     assert ends(trials) == ["ok", *["error"] * 6, "ok"]
     assert {(trial.phase, trial.message) for trial in trials[1:7]} == {("check", trials[1].message)}
     assert "attribute" in trials[1].message
-    assert started.count(WorkerState.PREPARING) <= 5, "most errors ended no worker"
+    assert started.count(WorkerState.PREPARING) <= 5, "most errors end no worker"
 
 
 def switch(x: Any, do: str = "") -> Any:
@@ -248,9 +242,7 @@ def switch(x: Any, do: str = "") -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_config_meets_settings_another_left_in_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
@@ -264,10 +256,10 @@ def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
     assert {trial.outcome.value for trial in trials if trial not in refused} <= {"ok", "slow"}
     seen = [line.split()[-2:] for line in (tmp_path / "seen").read_text().splitlines()]
     assert {setting for setting, _ in seen} == {"None"}
-    assert len({pid for _, pid in seen}) < len(seen), "some workers took several"
+    assert len({pid for _, pid in seen}) < len(seen), "some workers took several configs"
 
 
-# --- what a first run says ----------------------------------------------------------------------------------
+# --- first runs ----------------------------------------------------------------------------------
 
 _made: list[object] = []
 
@@ -292,7 +284,7 @@ def steady(x: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [["steady", "quick"], ["quick", "steady"]])
-def test_what_python_makes_in_a_first_run_rules_nobody_out(order: list[str]) -> None:
+def test_setup_in_a_first_run_rules_no_config_out(order: list[str]) -> None:
     def called_back(x: Any, do: str = "") -> Any:
         function = steady if do == "steady" else quick_once_made
         return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -301,7 +293,7 @@ def test_what_python_makes_in_a_first_run_rules_nobody_out(order: list[str]) -> 
 
 
 @pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")
-def test_a_config_that_exits_does_not_take_this_process_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_exits_does_not_end_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
 
     def leaving(x: Any, do: int = 1) -> Any:
@@ -322,7 +314,7 @@ def scaled(x: Any, factor: int = 4, do: int = 1) -> Any:
     return x * factor
 
 
-def test_inputs_for_a_block_are_those_of_the_call_however_spelt_or_refused() -> None:
+def test_a_blocks_inputs_match_the_call_or_are_refused() -> None:
     tuned = quarantune.autotune([{"do": 1}, {"do": 2}], warmup=1, rep=3)(scaled)
     with quarantune.set_autotune_inputs(X, factor=5):
         np.testing.assert_array_equal(tuned(2 * X, 5), 10)
@@ -351,14 +343,14 @@ def test_products_have_the_same_names_in_every_process() -> None:
     assert told[0] == told[1]
     whole, half, again = (set(line.split()) for line in told[0])
     assert half == again
-    # Products of the whole are those outside of the loop, which the programs share, and two of one row or two.
+    # Programs share the products outside the loop; each also has products of one or two rows.
     assert len(whole & half) >= 4
     assert whole - half
     assert half - whole
 
 
-def test_names_of_results_are_no_part_of_a_program() -> None:
-    # A worker has no names for the fields of a class that a script has registered, only their positions.
+def test_names_of_results_do_not_distinguish_programs() -> None:
+    # A worker knows only the positions of fields in a class that a script has registered, not their names.
     traced = jax.jit(lambda x: {"twice": 2 * x, "thrice": 3 * x}).trace(1.0)
     lowered = traced.lower()
     named = lowered.as_text()
@@ -369,7 +361,7 @@ def test_names_of_results_are_no_part_of_a_program() -> None:
 
 
 @pytest.mark.parametrize("is_check", [False, True], ids=["a sweep", "a check or a confirmation"])
-def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: bool, tmp_path: Path) -> None:
+def test_a_program_with_products_compiles_once_it_may_proceed(is_check: bool, tmp_path: Path) -> None:
     packed = payload.pack_call(jax.jit(lambda x: x @ x), (np.ones((8, 8), np.float32),), {}, {})
     cache = str(tmp_path)
     options = BenchOptions(platform="cuda", warmup=0, rep=1, supply="auto", tolerance=None, compilation_cache=cache)
@@ -399,7 +391,7 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
             here.send_message(messages.Proceed(trial=1))
         worker.join(120)
         assert isinstance(replies[-1], messages.Compiled)
-        if not is_check:  # what XLA has tried for one config, or in an earlier sweep, no other waits for
+        if not is_check:  # no config waits for products that XLA has already tried
             work()
             assert lowered().products == ()
             assert isinstance(replies[-1], messages.Compiled)
@@ -410,9 +402,7 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_worker_reports_the_memory_of_its_device_context_before_a_config_begins(
-    platform: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reports_its_contexts_memory_before_a_config(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = payload.pack_call(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((8,), "float32"),), {}, {})
     options = BenchOptions(platform=platform, warmup=0, rep=1, supply="auto", tolerance=None)
     here, there = map(Connection, socket.socketpair())

@@ -1,4 +1,4 @@
-"""A config that failed to compile for a kind of device is not compiled again for it, by whichever job."""
+"""No job compiles a config again that failed to compile for its kind of device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def remembered(directory: Path, trial: Trial) -> bool:
     return len(failures(directory).known()) > before
 
 
-def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Path) -> None:
+def test_later_jobs_know_a_failure_with_its_date_and_source(tmp_path: Path) -> None:
     failures(tmp_path).note(failed(), source="a compile check")
     ((text, trial),) = failures(tmp_path).known(start_over=True).items()
     assert (json.loads(text), trial.outcome, trial.phase) == ({"n": 1}, "error", "compile")
@@ -73,20 +73,18 @@ def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Pat
     ],
     ids=lambda trial: f"{trial.outcome}-{trial.phase}-{trial.message.rpartition(':')[2].strip()[:20]}",
 )
-def test_a_failure_that_says_nothing_about_the_config_is_not_remembered(tmp_path: Path, trial: Trial) -> None:
+def test_failures_not_due_to_the_config_are_not_remembered(tmp_path: Path, trial: Trial) -> None:
     assert not remembered(tmp_path, trial)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_that_finds_too_little_device_memory_is_believed(tmp_path: Path) -> None:
+def test_a_compiler_that_lacks_device_memory_is_believed(tmp_path: Path) -> None:
     vmem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M"
     assert remembered(tmp_path / "apart", failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: out of memory"))
     assert remembered(tmp_path / "vmem", failed(Outcome.DEVICE_OOM, vmem, route=Route.TOGETHER))
 
 
-def test_failures_count_only_for_the_same_device_call_and_compilers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_count_for_one_device_call_and_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures(tmp_path).note(failed(), source="a sweep")
     assert failures(tmp_path).known()
     assert not failures(tmp_path, kind="NVIDIA A100").known()
@@ -107,17 +105,17 @@ def test_failures_count_only_for_the_same_device_call_and_compilers(
         (Outcome.CRASHED, {"memory_limit_bytes": 2 * 10**9}, {}),
     ],
 )
-def test_a_failure_for_want_of_time_or_memory_counts_under_no_larger_limits(
+def test_a_failure_of_limits_counts_under_no_larger_limits(
     tmp_path: Path, outcome: Outcome, more: dict[str, Any], less: dict[str, Any]
 ) -> None:
     failures(tmp_path).note(failed(outcome), source="a sweep")
     assert failures(tmp_path).known()
     assert failures(tmp_path, **less).known()
     assert not failures(tmp_path, **more).known()
-    assert not failures(tmp_path).known(start_over=True), "another try may find the machine in a better state"
+    assert not failures(tmp_path).known(start_over=True), "a new start tries failures again"
 
 
-def test_a_config_that_compiles_at_last_is_no_failure_any_more(tmp_path: Path) -> None:
+def test_a_config_that_compiles_at_last_is_not_a_failure(tmp_path: Path) -> None:
     assert remembered(tmp_path, failed())
     failures(tmp_path).note(failed(Outcome.LOST), source="a sweep")
     assert failures(tmp_path).known()
@@ -126,7 +124,7 @@ def test_a_config_that_compiles_at_last_is_no_failure_any_more(tmp_path: Path) -
     assert remembered(tmp_path, failed())
 
 
-def test_failures_in_other_directories_are_known_until_the_config_compiles(tmp_path: Path) -> None:
+def test_failures_elsewhere_count_until_the_config_compiles(tmp_path: Path) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     failures(shared).note(failed(), source="a compile check")
     before = [path.read_bytes() for path in shared.rglob("*.uncompiled")]
@@ -147,7 +145,7 @@ def test_the_same_failure_is_written_once(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 1
 
 
-def test_records_that_anybody_could_have_written_are_checked(tmp_path: Path) -> None:
+def test_malformed_records_are_ignored_with_a_warning(tmp_path: Path) -> None:
     job = failures(tmp_path)
     job.note(failed(), source="a sweep")
     (good,) = job._journal.records()
@@ -174,7 +172,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) -> quarantune.Autotuned:
-    """Returns a function that notes in a file which n it is traced with in a worker; odd n do not compile."""
+    """Returns a function whose workers write each traced n to a file; odd n do not compile."""
     file = str(notes)
 
     @quarantune.autotune({"n": configs}, rep=1, name="kernel", **options)
@@ -191,31 +189,31 @@ def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) 
 
 
 def traced(notes: Path) -> set[str]:
-    """Returns the configs that were traced since the last call."""
+    """Returns the configs traced since the last call."""
     found = set(notes.read_text().split()) if notes.exists() else set()
     notes.unlink(missing_ok=True)
     return found
 
 
 @pytest.mark.slow
-def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
+def test_another_sweep_does_not_compile_known_failures(
     notes: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel(notes, [1, 2, 3])(X)
     assert traced(notes) == {"1", "2", "3"}
     caplog.set_level("INFO", logger="quarantune")
     again = kernel(notes, [1, 2, 3, 4]).tune(X)
-    assert traced(notes) == {"2", "4"}, "neither the configs nor the defaults, which equal one of them"
+    assert traced(notes) == {"2", "4"}, "neither failed configs nor the equal defaults are traced"
     assert again.failures["error"] == 2
     assert "known since" in again.trials[0].message
     assert "NotImplementedError: n=1 is odd" in again.trials[2].message.replace("n=3", "n=1")
     assert "2 configs are known not to compile" in caplog.text
     changed = kernel(notes, [1, 2], factor=2).tune(X)
-    assert traced(notes) == {"1", "2"}, "other code"
+    assert traced(notes) == {"1", "2"}, "other code has other failures"
     assert "known since" not in changed.trials[0].message
     with pytest.raises(quarantune.TuningFailedError):
         kernel(notes, [1, 3]).tune(X)
-    assert traced(notes) == {"1", "3"}, "where nothing else is left, the set-up may have been wrong"
+    assert traced(notes) == {"1", "3"}, "a sweep without other configs tries them again"
     for record in TuningCache():
         TuningCache().delete(*record.key)
     assert "known since" not in kernel(notes, [1, 2]).tune(X).trials[0].message
@@ -225,7 +223,7 @@ def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
 
 
 @pytest.mark.slow
-def test_a_search_in_which_all_is_known_to_fail_or_dropped_tries_it_again(notes: Path) -> None:
+def test_a_search_retries_a_space_of_known_failures(notes: Path) -> None:
     fn = kernel(notes, [1, 2, 3], search="random", prune_fn=lambda config, x: config["n"] != 2)
     for _ in range(2):
         with pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed"):
@@ -244,12 +242,12 @@ def test_a_sweep_knows_what_a_compile_check_found(notes: Path, cache_dir: Path) 
         quarantune.compile_configs(fn, [{"n": 3}], structs)
     assert traced(notes) == {"1", "2", "3"}
     result = fn.tune(X)
-    assert traced(notes) >= {"2", "3"}, "compile_configs does not know the name or the options of what it compiles"
+    assert traced(notes) >= {"2", "3"}, "compile_configs knows neither the name nor the options"
     assert "in a compile check: NotImplementedError: n=1 is odd" in result.trials[0].message
     assert result.best_config == {"n": 2}
     with quarantune.settings(cache_dir=notes.parent / "mine", cache_path=cache_dir):
         fn.tune(X)
-    assert traced(notes) == {"2"}, "what a read-only directory holds is known, too"
+    assert traced(notes) == {"2"}, "failures in a read-only directory are also known"
 
 
 @pytest.mark.slow
@@ -274,8 +272,8 @@ def test_a_check_compiles_only_configs_without_a_verdict(notes: Path) -> None:
     with quarantune.settings(disable_cache=True):
         assert (check(fn, 1, 2).known, traced(notes)) == (0, {"1", "2"})
     fn.tune(X)
-    assert {"2", "3"} <= traced(notes), "a config that compiles is no failure"
-    assert (check(fn, 2, 3).known, traced(notes)) == (2, set()), "a failure in a sweep is one of a check"
+    assert {"2", "3"} <= traced(notes), "a config that compiles is not a failure"
+    assert (check(fn, 2, 3).known, traced(notes)) == (2, set()), "a check knows the failures of sweeps"
 
 
 PROGRAM = """
@@ -321,7 +319,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.target
-def test_a_sweep_on_a_gpu_knows_what_a_check_without_one_found(tmp_path: Path) -> None:
+def test_a_sweep_on_a_gpu_knows_findings_of_a_check_without_one(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     python(script, JAX_PLATFORMS="cpu")

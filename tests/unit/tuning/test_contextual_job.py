@@ -1,4 +1,4 @@
-"""Kernels tuned inside the function that calls them: tried in order, timed together, remembered for that function."""
+"""Kernels of a function are tuned inside it: tried in order, timed together and remembered for the function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ X = np.zeros(4, np.float32)
 
 
 def pause(x: Any, ms: float, then: Any = None) -> Any:
-    """Returns x after a time that the device spends, as with a kernel."""
+    """Returns x after the device has been busy for a time, like a kernel."""
 
     def host(value: Any) -> Any:
         time.sleep(ms / 1000)
@@ -49,7 +49,7 @@ def pause(x: Any, ms: float, then: Any = None) -> Any:
 
 
 def kernel(name: str, configs: Any, body: Any = lambda x, ms: pause(x, ms)) -> quarantune.Autotuned:
-    """Makes an autotuned kernel with the one tunable `ms`."""
+    """Returns an autotuned kernel with the tunable `ms`."""
 
     def run(x: Any, ms: Any = 1) -> Any:
         return body(x, ms)
@@ -63,7 +63,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> None:
+def test_kernels_are_tuned_in_turn_with_the_others_at_their_best() -> None:
     first, second = kernel("first", {"ms": [255, 3]}), kernel("second", {"ms": [52, 100, 2]})
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -81,14 +81,14 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> Non
     assert chosen(result) == {"first": 3, "second": 2}
     assert result.baseline_ms is not None
     assert result.baseline_ms >= 307 > result.time_ms >= 5
-    # Every time is that of the whole function.
+    # Every time is the whole function's time.
     assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (307, 55, 55, 103, 5), strict=True)]
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
 @pytest.mark.slow
 def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
-    # The kernel is quick with ms=0, but leaves data that its successor takes long over.
+    # The kernel is quick with ms=0, but leaves data that slow its successor.
     maker = kernel("maker", {"ms": [0, 30]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
     taker = kernel("taker", {"ms": [150]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
 
@@ -98,13 +98,13 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
 
     assert maker(X)[0] == 1
     assert both(X)[0] == 0
-    assert maker(X)[0] == 1, "what is best within the function must not leak out of it"
-    assert both(X)[0] == 0, "what is best alone must not leak into it"
+    assert maker(X)[0] == 1, "the best config within the function does not leak out"
+    assert both(X)[0] == 0, "the best config alone does not leak in"
 
 
 @pytest.mark.slow
 def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
-    # Each shape has a config of its own that is quick.
+    # Each shape has another quick config.
     shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 50))
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -119,7 +119,7 @@ def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None:
+def test_an_inner_kernel_is_tuned_for_the_shape_it_gets() -> None:
     inner = kernel("inner", {"ms": [40, 1]})
     outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 160 / ms))
 
@@ -132,18 +132,18 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None
         (c.name.rpartition(".")[2], str(json.loads(c.key)["x"]["shape"])): c.config["ms"] for c in result.kernels
     }
     assert by_shape[("outer", "[4]")] == 4
-    assert by_shape[("inner", "[4, 1]")] == 1, "the outer one's winner calls it with this shape"
-    assert len(by_shape) == 2, "and with no other"
+    assert by_shape[("inner", "[4, 1]")] == 1, "the outer kernel's winner calls it with this shape"
+    assert len(by_shape) == 2, "no other shape occurs"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
-    # Tracing the inner jit anew, every time, takes 25 ms, and longer on a busy machine; no difference must drown in it.
+    # Each call traces the inner jit again, which takes 25 ms or longer; differences must be larger.
     slow, quick = kernel("left", {"ms": [400, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 400]})
 
     def add(x: Any, *, offset: int) -> Any:
-        return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either
+        return jax.jit(lambda x: quick(slow(x)))(x) + offset  # traces of an inner jit must not persist
 
     tuned = quarantune.contextual_autotune(n_repeat=3)(
         functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
@@ -159,9 +159,9 @@ def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> N
     assert (tuned.__name__, tuned.__wrapped__.__name__) == ("add", "add")
 
 
-def test_programs_of_a_jitted_function_are_compiled_ahead_and_tell_their_own_kernels() -> None:
+def test_programs_compile_ahead_and_name_their_kernels() -> None:
     ahead = kernel("ahead", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
-    inner = jax.jit(lambda x: ahead(x))  # which JAX traces once for each assignment
+    inner = jax.jit(lambda x: ahead(x))  # JAX traces it once for each assignment
 
     @quarantune.contextual_autotune(n_repeat=1)
     @functools.partial(jax.jit, static_argnames=["twice"])
@@ -175,7 +175,7 @@ def test_programs_of_a_jitted_function_are_compiled_ahead_and_tell_their_own_ker
         np.testing.assert_array_equal(whole(X, twice=twice), X)
 
 
-def test_the_first_call_of_a_jitted_function_finds_the_program_of_its_sweep(compiles: list[str]) -> None:
+def test_the_first_jitted_call_finds_its_sweeps_program(compiles: list[str]) -> None:
     found = kernel("found", {"ms": [1, 2]}, lambda x, ms: x * ms / ms)
 
     @quarantune.contextual_autotune(n_repeat=1)
@@ -189,7 +189,7 @@ def test_the_first_call_of_a_jitted_function_finds_the_program_of_its_sweep(comp
     assert any("compile_time_saved" in event for event in compiles), compiles
 
 
-def test_what_a_jitted_function_prints_as_it_is_traced_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jitted_functions_prints_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     heard = kernel("heard", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
 
     @quarantune.contextual_autotune(n_repeat=1)
@@ -242,7 +242,7 @@ def test_all_kernels_of_a_function_share_one_reference(
     descriptors = os.listdir("/proc/self/fd")
     with isolated(isolation):
         result = both_tuned.tune(X)
-    # JAX lets go of arrays that it has used in place when Python collects garbage.
+    # JAX frees arrays used in place only when Python collects garbage.
     assert isolation != "none" or eventually(lambda: (gc.collect(), os.listdir("/proc/self/fd"))[1] == descriptors)
     assert ends(result.trials) == ["ok", "ok", "wrong"] * 2
     assert untuned == [True, False, False]
@@ -292,7 +292,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
 
 
 @pytest.mark.slow
-def test_the_error_of_a_function_that_always_fails_names_the_attempts() -> None:
+def test_a_function_that_always_fails_names_its_attempts() -> None:
     def fail(x: Any, ms: float) -> Any:
         raise ArithmeticError(f"no {ms}")
 
@@ -309,7 +309,7 @@ def test_the_error_of_a_function_that_always_fails_names_the_attempts() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str]) -> None:
-    # Two of a factory, quick with different configs, and two lambdas.
+    # Two kernels of a factory, quick with different configs, and two lambdas.
     def make(quick: int) -> quarantune.Autotuned:
         def run(x: Any, ms: int = 1) -> Any:
             return pause(x, 1 if ms == quick else 25) + ms
@@ -337,14 +337,14 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
     assert all_four(X)[0] == 8 + 4 + 2 - 1
     assert all_four(X)[0] == 8 + 4 + 2 - 1
     again = quarantune.contextual_autotune(n_repeat=2, ref_fn=None)(all_four.__wrapped__)
-    assert again(X)[0] == 8 + 4 + 2 - 1, "the order of their first calls is what the entry goes by"
+    assert again(X)[0] == 8 + 4 + 2 - 1, "the entry depends on the order of first calls"
     assert len(sweeps) == count
 
 
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_first_and_default_configs_may_fail_where_another_works() -> None:
+def test_first_and_default_configs_may_fail_if_another_works() -> None:
     def only_the_third(x: Any, ms: Any) -> Any:
         if ms == 7:
             os.abort()
@@ -367,8 +367,8 @@ def test_first_and_default_configs_may_fail_where_another_works() -> None:
 
 
 @pytest.mark.slow
-def test_several_kernels_that_fail_together_are_tried_in_combinations() -> None:
-    # Inside a jit all kernels are traced before any fails, so that none of them alone helps.
+def test_kernels_that_fail_together_are_tried_in_combinations() -> None:
+    # A jit traces all kernels before any fails, so that no single change helps.
     def fails_when_run(x: Any, ms: Any) -> Any:
         def host(value: Any) -> Any:
             if ms != 3:
@@ -420,7 +420,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
     with quarantune.settings(disable_cache=True):
         make([80, 1])(X)
     assert len(sweeps) == 6
-    # Only new kernels are to be found by their name now.
+    # From now on only new kernels are found by name.
     monkeypatch.setattr("quarantune.functions.binding._kernels", {})
     wider = make([80, 1, 5])
     assert wider.lookup(X) is None
@@ -447,7 +447,7 @@ PROGRAM = """
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_script_without_a_guard_tunes_once(tmp_path: Path, cache_dir: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
     assert python("-W", "error", script).strip() == "2.0 2"
@@ -487,8 +487,8 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
     def both(x: Any) -> Any:
         return two(one(x))
 
-    for isolation in ("none", "compile"):  # there is nothing to compile in workers
-        processes._warn.cache_clear()  # it warns once in a process
+    for isolation in ("none", "compile"):  # workers have nothing to compile
+        processes._warn.cache_clear()  # a process warns once
         with (
             quarantune.settings(isolation=isolation),
             pytest.warns(RuntimeWarning, match="configs run in this process"),
@@ -498,7 +498,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
 
 
 @pytest.mark.slow
-def test_inside_an_outer_jit_the_kernels_are_tuned_as_a_whole_and_baked_in(sweeps: list[str]) -> None:
+def test_an_outer_jit_tunes_the_kernels_and_bakes_them_in(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
@@ -520,7 +520,7 @@ def test_kernels_that_a_function_does_not_call_need_no_tuning(sweeps: list[str])
     assert len(sweeps) == 1
 
 
-def test_a_kernels_prune_fn_holds_within_the_function_too() -> None:
+def test_a_kernels_prune_fn_also_holds_within_the_function() -> None:
     @quarantune.autotune({"ms": [1, 2]}, prune_fn=lambda config, x: config["ms"] > 1)
     @functools.partial(jax.jit, static_argnames=["ms"])
     def picky(x: Any, ms: int = 2) -> Any:
@@ -548,7 +548,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
         quarantune.contextual_autotune(**options)
 
 
-def test_a_gradient_is_refused_where_a_function_cannot_be_jitted_again() -> None:
+def test_a_gradient_needs_a_function_that_can_be_jitted_again() -> None:
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     whole = quarantune.contextual_autotune(jax.jit(lambda x: x.sum(), out_shardings=there), time_grad=True)
     with pytest.raises(TypeError, match=r"time_grad .* jax.jit was given out_shardings, which would be lost"):
@@ -620,7 +620,7 @@ def test_a_method_is_tuned_like_a_function() -> None:
     assert len(model.forward.lookup(X)) == 1
 
 
-def test_a_search_is_told_of_each_kernels_own_configs() -> None:
+def test_a_search_learns_each_kernels_own_configs() -> None:
     class InOrder:
         def __init__(self) -> None:
             self.left = [{"ms": 0}, {"ms": 1}, {"ms": 2}]
@@ -664,7 +664,7 @@ MADE = pytest.mark.parametrize("configs", [listed(X), listed], ids=["a list", "m
 
 
 def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
-    """Makes a function with one kernel, whose configs hold plans."""
+    """Returns a function with one kernel, whose configs contain plans."""
 
     def run(x: Any, ms: Any = 1) -> Any:
         return x + 0 * (0 if ms == 1 else ms.type)
@@ -681,7 +681,7 @@ def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
 
 
 class AsksForPlans:
-    """A search of the user's own."""
+    """A user's search."""
 
     def __init__(self) -> None:
         self.left = listed(X)[:2]
@@ -717,20 +717,20 @@ def test_objects_are_shown_as_they_are(configs: Any, cache_dir: Path) -> None:
 
 @pytest.mark.slow
 @MADE
-def test_a_search_chooses_among_a_kernels_configs_that_hold_objects(configs: Any) -> None:
+def test_a_search_chooses_among_configs_that_hold_objects(configs: Any) -> None:
     with quarantune.settings(search="random", max_trials=2):
         (found,) = planned("searched", configs).tune(X).kernels
     assert [trial.outcome for trial in found.trials] == ["ok"] * 2
 
 
 @MADE
-def test_a_users_search_asks_for_a_kernels_configs_with_their_objects(configs: Any) -> None:
+def test_a_users_search_asks_for_configs_with_their_objects(configs: Any) -> None:
     with quarantune.settings(search=(search := AsksForPlans())):
         planned("asked", configs).tune(X)
     assert sorted(plan.type for plan in search.told) == [4, 5]
 
 
-def test_a_users_search_is_told_why_it_cannot_ask_for_objects_that_are_not_known_here() -> None:
+def test_a_users_search_learns_which_objects_are_unknown() -> None:
     one = planned("keyed", listed, key_fn=lambda x: 4)
     needed = r"AsksForPlans cannot .*Plan.*only a call of .*keyed makes.*list the configs.*search='surrogate'"
     with quarantune.settings(search=AsksForPlans()), pytest.raises(ValueError, match=needed):
@@ -741,8 +741,8 @@ def test_a_users_search_is_told_why_it_cannot_ask_for_objects_that_are_not_known
 
 
 @pytest.mark.parametrize(("jitted", "isolation"), [(True, "process"), (False, "none")])
-def test_a_users_search_gets_the_objects_that_only_a_call_seen_here_makes(jitted: bool, isolation: str) -> None:
-    """A kernel whose key does not describe its calls: its configs are those that this process has seen."""
+def test_a_users_search_gets_objects_that_one_call_makes(jitted: bool, isolation: str) -> None:
+    """The kernel's key does not describe its calls; its configs are the ones this process has seen."""
     one = planned("seen_here", listed, key_fn=lambda x: 4)
     whole = quarantune.contextual_autotune(n_repeat=1, name=f"in_{isolation}")(
         jax.jit(one.__wrapped__) if jitted else one.__wrapped__
@@ -758,7 +758,7 @@ def of_this_module(x: Any) -> Any:
     return 2 * x
 
 
-def test_a_function_of_a_module_tuned_in_context_is_pickled_by_name() -> None:
+def test_a_modules_contextual_function_is_pickled_by_name() -> None:
     for pickler in (pickle, cloudpickle):
         assert pickler.loads(pickler.dumps(of_this_module)) is of_this_module
     assert copy.copy(of_this_module) is copy.deepcopy(of_this_module) is of_this_module
@@ -792,7 +792,7 @@ def test_a_method_tuned_in_context_can_be_copied_and_sent(again: Callable[[Any],
     np.testing.assert_array_equal(method.default(X), X * 3)
 
 
-def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:
+def test_any_pickler_keeps_a_contextual_functions_file() -> None:
     def plain(x: Any) -> Any:
         return (lambda y: x + y)(x)
 
@@ -806,7 +806,7 @@ def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:
 
 
 @pytest.mark.parametrize("deep", [200, 100_000])
-def test_a_forged_report_of_a_runner_that_is_nested_deeply_is_refused(deep: int) -> None:
+def test_a_deeply_nested_report_of_a_runner_is_refused(deep: int) -> None:
     config = f'{{"n": {"[" * deep + "]" * deep}}}'
     with pytest.raises(ValueError, match=r".+"):
         assignment.read_report(f'[["kernel", "{{}}", [{config}], {{}}]]'.encode())

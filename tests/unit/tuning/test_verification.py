@@ -1,4 +1,4 @@
-"""A cache's winners are measured again, with arguments made from their keys, and stale ones are found."""
+"""Verification measures a cache's winners again, with arguments made from their keys, and finds stale ones."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ CONFIGS = [{"n": 1}, {"n": 400_000}, {"n": -1}]
 
 
 def chained(name: str, configs: Any = None, **options: Any) -> quarantune.Autotuned:
-    """Returns a function whose defaults take 20,000 steps, so that n=1 is far faster, and n=400,000 slower."""
+    """Returns a function whose defaults take 20,000 steps: n=1 is far faster, n=400,000 slower."""
 
     @quarantune.autotune(configs or CONFIGS, **{"rep": 3, "ref_fn": None, "name": name, **options})
     @functools.partial(jax.jit, static_argnames=["n", "mode"])
     def chain(x: Any, scale: float = 1.0, *, mode: str = "up", n: int = 20_000) -> Any:
         if n < 0:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) * scale, x)
 
     return chain
 
 
 def edit(cache_dir: Path, name: str, change: Callable[[str, dict[str, Any]], tuple[str, str, dict[str, Any]]]) -> None:
-    """Changes the one entry of a function, as another version of it or another machine would have left it."""
+    """Changes a function's only entry to that of another version or machine."""
     file = cache_dir / f"{name}.json"
     ((device, entries),) = json.loads(file.read_text()).items()
     ((key, entry),) = entries.items()
-    entry.pop("program", None)  # of a version that did not know it
+    entry.pop("program", None)  # earlier versions had no program
     new_device, new_key, new_entry = change(key, entry)
     file.write_text(json.dumps({new_device or device: {new_key: new_entry}}))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cache_dir: Path) -> None:
+def test_winners_are_compared_with_defaults_and_stale_ones_named(cache_dir: Path) -> None:
     good, slow, broken = (chained(name) for name in ("good", "slow", "broken"))
     for function in (good, slow, broken):
         function.tune(X, 0.5, mode="up")
@@ -73,7 +73,7 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
     assert (found["good"].speedup or 0) > 1
     assert found["good"].saved_time_ms is not None
     assert "the defaults are faster" in found["slow"].reason
-    assert "error: n=-1 is no good" in found["broken"].reason.replace("ArithmeticError: ", "")
+    assert "error: n=-1 is bad" in found["broken"].reason.replace("ArithmeticError: ", "")
     assert str(report).startswith("1 current, 2 stale\n")
     assert len(json.dumps([entry.to_dict() for entry in report.entries])) > 0
     assert {path: path.read_bytes() for path in cache_dir.iterdir() if path.is_file()} == before, "nothing is saved"
@@ -82,14 +82,14 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
+def test_winners_of_plain_callables_and_key_fns_are_measured(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "verified_kernels.py").write_text(
         "import quarantune\n"
         "def slept(x, steps):\n"
         "    for _ in range(steps):\n"
-        "        x = x.copy() + x.dot(x.T)\n"  # numpy arrays, which the key gives shape and dtype of
+        "        x = x.copy() + x.dot(x.T)\n"  # numpy arrays; the key has their shape and dtype
         "    return x\n"
         "tuner = quarantune.AutoTuner(slept, {'steps': [1, 40]}, ref_fn=None, rep=2, name='plain')\n"
     )
@@ -116,7 +116,7 @@ def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_functions_of_one_name_are_each_verified_against_their_own_entries(cache_dir: Path) -> None:
+def test_functions_of_one_name_are_verified_separately(cache_dir: Path) -> None:
     @quarantune.autotune([{"n": 1}, {"n": 30_000}], name="chained", rep=3, ref_fn=None)
     @jax.jit(static_argnames=["n"])
     def other(x: Any, n: int = 20_000) -> Any:
@@ -130,7 +130,7 @@ def test_functions_of_one_name_are_each_verified_against_their_own_entries(cache
     assert [entry.verdict.value for entry in report.entries] == ["current"] * 3, report
     report = quarantune.TuningCache(cache_dir).verify(fewer, other)
     assert sorted(entry.verdict.value for entry in report.entries) == ["current", "current", "unused"]
-    assert "the list of configs" in report.of("unused")[0].reason, "not the code, which is that of `fewer`"
+    assert "the list of configs" in report.of("unused")[0].reason, "not the code, which `fewer` shares"
 
 
 @pytest.mark.usefixtures("no_process")
@@ -159,7 +159,7 @@ def test_entries_that_no_call_finds_are_not_measured(cache_dir: Path) -> None:
 
 
 def saved_as(function: Any, cache_dir: Path, time_ms: float) -> quarantune.TuningCache:
-    """Saves n=1 as the winner of a function, with a time."""
+    """Saves n=1 and a time as a function's winner."""
     call = BoundCall(function.function, (X,), {})
     cache, key = quarantune.TuningCache(cache_dir), keyed(call).id
     cache.put(function.name, key.key, key.device, {"n": 1}, time_ms=time_ms)
@@ -169,7 +169,7 @@ def saved_as(function: Any, cache_dir: Path, time_ms: float) -> quarantune.Tunin
 
 @pytest.fixture
 def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has winners and defaults measured with given times, and perhaps scores."""
+    """Gives winners and defaults fixed times, and perhaps scores."""
 
     def give(time_ms: float, default_ms: float, *, scores: tuple[float | None, float | None] = (None, None)) -> None:
         ours, own = (
@@ -218,7 +218,7 @@ def test_a_winner_that_lost_more_than_the_bound_is_stale(
 
 
 @pytest.mark.usefixtures("no_process")
-def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
+def test_the_command_shows_losses_exits_with_1_and_tunes_again(
     cache_dir: Path,
     measured_as: Callable[[float, float], None],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Messages become JSON and messages again, and nothing else does."""
+"""Messages survive a round trip through JSON, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Forgiving(Sample):
 FULL = Sample("x", 0.25, (3, "b"), "near", object())
 
 
-def test_a_record_is_read_as_it_was_written_without_fields_of_memory() -> None:
+def test_a_record_is_read_as_written_without_memory_fields() -> None:
     data = json.loads(json.dumps(FULL.to_json()))
     assert data == {"name": "x", "share": 0.25, "place": [3, "b"], "kind": "near"}
     assert Sample.from_json(data) == dataclasses.replace(FULL, opened=None)
@@ -146,7 +146,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(("name", "value"), ODD)
-def test_a_value_that_does_not_fit_is_damage_unless_the_record_is_lenient(name: str, value: Any) -> None:
+def test_a_misfit_value_is_damage_unless_the_record_is_lenient(name: str, value: Any) -> None:
     data = {"name": "x", "share": 0.25} | {name: value}
     with pytest.raises(DamageError, match=f"Sample.{name}"):
         Sample.from_json(data)

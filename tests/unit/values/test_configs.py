@@ -1,4 +1,4 @@
-"""Enums, dataclasses and dicts in configs, in the function, its workers, the cache and a saved result."""
+"""Objects in configs reach the function, its workers, the cache and saved results unchanged."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_file_content_is_imported_or_built() -> None:
     assert restore(said, originals([{"v": Plan(1)}])) == said
 
 
-def test_a_config_of_objects_is_shown_without_its_classes_defaults() -> None:
+def test_configs_of_objects_are_shown_without_class_defaults() -> None:
     config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": FrozenDict(a=(1, "x"))}
     assert format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
 
@@ -94,7 +94,7 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
-    """Returns an autotuned function with one good config, whose types workers cannot import."""
+    """Returns an autotuned function with one good config; workers cannot import the config's types."""
 
     class Mode(enum.Enum):
         FAST = "fast"
@@ -127,7 +127,7 @@ def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., An
     return fn
 
 
-def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(cache_dir: Path, sweeps: list[str]) -> None:
+def test_objects_reach_workers_caller_and_cache_unchanged(cache_dir: Path, sweeps: list[str]) -> None:
     x = jnp.ones(4)
     fn = planned()
     result = fn.tune(x)  # type: ignore[attr-defined]
@@ -151,14 +151,14 @@ def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(cache_dir: 
     assert type(restored.best_config["config"]).__name__ == "TuningConfig"
     assert quarantune.TuningResult.load(cache_dir / "saved").best_config["config"]["tile"] == 2
 
-    again = planned()  # other classes of the same names, as in another process
+    again = planned()  # new classes with the same names, as another process has
     config = again.lookup(x)  # type: ignore[attr-defined]
     assert dataclasses.asdict(config["config"])["more"] is Way.FORTH
     np.testing.assert_array_equal(again(x), np.full(4, 4.0))
     assert len(sweeps) == 1
 
 
-def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:
+def test_objects_reach_compile_only_and_in_process_runs() -> None:
     fn, x = planned(), jnp.ones(4)
     configs = [{"config": config["config"]} for config in fn.function.configs[:2]]  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match=r"tile=1.* did not compile: error: ArithmeticError: not this one"):
@@ -171,7 +171,7 @@ def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:
         assert fn.tune(x).best_config == fn.function.configs[1]  # type: ignore[attr-defined]
 
 
-def test_an_interrupted_sweeps_trial_is_recalled_with_its_objects(cache_dir: Path) -> None:
+def test_an_interrupted_sweeps_trial_recalls_its_objects(cache_dir: Path) -> None:
     stopped: list[Any] = []
 
     def stop_after_two(index: int, phase: str) -> None:
@@ -244,7 +244,7 @@ def rounded(configs: Any, **options: Any) -> quarantune.Autotuned:
         (jnp.int4, "int4"),
     ],
 )
-def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
+def test_a_dtype_is_saved_by_its_name_and_rebuilt(value: Any, name: str) -> None:
     config = {"v": value, "inside": (value,)}
     (checked,) = space.expand([config], fn_name="f")
     encoded = json.loads(json.dumps(encode(checked)))
@@ -258,7 +258,7 @@ def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
 @pytest.mark.parametrize(
     "value", [object, float, np.dtype("V3"), np.dtype("U2"), np.dtype(">f4"), np.dtype([("a", "f4")]), np.dtype(object)]
 )
-def test_types_that_are_no_dtypes_of_numbers_are_refused(value: Any) -> None:
+def test_types_that_are_not_dtypes_of_numbers_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"configs\[0\]\['v'\].*dtypes"):
         space.expand([{"v": value}], fn_name="f")
 
@@ -327,7 +327,7 @@ def test_a_config_that_a_file_holds_is_shown_without_tags(value: Any, text: str)
         ({"a": 1}, {"a": True}),
     ],
 )
-def test_values_that_are_equal_only_in_python_are_different_configs(value: Any, other: Any) -> None:
+def test_values_equal_only_in_python_are_different_configs(value: Any, other: Any) -> None:
     assert value == other
     assert not equal({"n": value}, {"n": other})
     assert not equal({"n": FrozenDict(a=(value,))}, {"n": FrozenDict(a=(other,))})

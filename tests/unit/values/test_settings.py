@@ -1,3 +1,5 @@
+"""Settings come from blocks, then variables, then defaults, and bad ones are refused by name."""
+
 from __future__ import annotations
 
 import asyncio
@@ -89,7 +91,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("memory_limit", "1", "a number with a unit"),
     ],
 )
-def test_a_bad_value_is_refused_with_its_name_and_accepted_values(
+def test_a_bad_value_is_refused_with_its_name_and_the_choices(
     name: str, text: str, accepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variable = f"QUARANTUNE_{name.upper()}"
@@ -156,9 +158,7 @@ def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any)
         settings(**{name: value})
 
 
-def test_a_block_overrides_the_variable_and_inner_blocks_outer_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_override_the_variable_and_outer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "3")
     with settings(timeout=2, on_miss="default"):
@@ -216,7 +216,7 @@ def test_a_block_holds_in_its_own_thread_only() -> None:
     assert seen == [None]
 
 
-def test_a_block_holds_in_its_own_task_only_and_blocks_may_end_in_any_order() -> None:
+def test_a_block_holds_in_its_task_and_ends_in_any_order() -> None:
     async def main() -> list[float | None]:
         entered, read = asyncio.Event(), asyncio.Event()
 
@@ -242,7 +242,7 @@ def test_a_block_holds_in_its_own_task_only_and_blocks_may_end_in_any_order() ->
     assert current().compile_timeout is None
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one_and_the_list() -> None:
+def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match="Did you mean 'timeout'") as caught:
         settings(time_out=5)
     assert "lock_timeout" in str(caught.value)
@@ -280,7 +280,7 @@ def test_an_unknown_variable_is_reported_once_with_the_nearest(monkeypatch: pyte
     monkeypatch.setenv("QUARANTUNE_TIMEOUTT", "5")
     with pytest.warns(RuntimeWarning, match="no variable QUARANTUNE_TIMEOUTT.*Did you mean 'QUARANTUNE_TIMEOUT'"):
         assert current().timeout is None
-    current()  # the second time in silence: a warning would be an error here
+    current()  # silent the second time: a warning would raise
 
 
 def test_a_relative_cache_directory_stays_when_the_process_moves(

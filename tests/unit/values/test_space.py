@@ -1,3 +1,5 @@
+"""A config space of any form becomes one list of configs, and a bad space is refused with a remedy."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -49,7 +51,7 @@ def matmul(a: Any, b: Any, BM: int = 32, BN: int = 64, *, flip: bool, scale: flo
 MATMUL = inspect.signature(matmul)
 
 
-def test_a_dict_of_lists_is_the_full_grid_with_the_last_key_fastest() -> None:
+def test_a_dict_of_lists_is_a_grid_with_the_last_key_fastest() -> None:
     assert expand({"BM": [16, 32], "BN": (1, 2)}, fn_name="f") == [
         {"BM": 16, "BN": 1},
         {"BM": 16, "BN": 2},
@@ -85,7 +87,7 @@ def test_values_become_plain_hashable_python() -> None:
     hash(tuple(found))
 
 
-def test_enums_dataclasses_and_dicts_become_hashable_config_values() -> None:
+def test_enums_dataclasses_and_dicts_become_hashable() -> None:
     values = [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), Tile([1, np.int64(2)]), {"x": [1]}, {"x": (True,)}]
     found = [config["a"] for config in expand([{"a": value} for value in values], fn_name="f")]
     assert found == [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), {"x": (1,)}, {"x": (True,)}]
@@ -217,7 +219,7 @@ def test_a_parameter_that_takes_no_keyword_is_refused(source: str) -> None:
         )
 
 
-def test_a_key_swallowed_by_keyword_arguments_is_no_parameter() -> None:
+def test_a_key_swallowed_by_keyword_arguments_is_refused() -> None:
     signature = inspect.signature(lambda x, **rest: x)
     with pytest.raises(TypeError, match="not a parameter"):
         check_parameters(grid(BM=[1]), parameters=signature, static_names=frozenset({"BM"}), fn_name="f")

@@ -1,4 +1,4 @@
-"""What kernels need on an NVIDIA GPU: the texts of ptxas, XLA and Mosaic GPU are read as data."""
+"""Resources of kernels on NVIDIA GPUs are read from the texts of ptxas, XLA and Mosaic GPU as data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOSAIC = 'custom_call_target="mosaic_gpu_v2", backend_config={{kernel_hash = "C\
 
 
 def told(name: str, registers: int, spilled: int = 0, rest: str = "", arch: str = "sm_90a") -> str:
-    """What XLA logs of a kernel."""
+    """Returns XLA's log of a kernel."""
     warning = (
         f"ptxas warning : Registers are spilled to local memory in function '{name}', {spilled} bytes spill stores\n"
     )
@@ -61,14 +61,14 @@ def told(name: str, registers: int, spilled: int = 0, rest: str = "", arch: str 
     )
 
 
-def test_of_several_kernels_the_one_that_needs_most_counts() -> None:
+def test_the_most_demanding_of_several_kernels_counts() -> None:
     log = told("product", 168, 8, ", 8 bytes cumulative stack size") + told("sum__1", 31, rest=", 8320 bytes smem")
     figures = CompilerFigures(registers=168, spilled_bytes=8, shared_bytes=32768, occupancy=12 / 64)
     assert read(log, STARTED, "", H100) == figures
 
 
 @pytest.mark.parametrize(("name", "host"), [("stages", LLVM), ("stages_kernel", LLVM_OF_0_12)], ids=["0.10", "0.12"])
-def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart(name: str, host: str) -> None:
+def test_kernels_of_mosaic_gpu_with_one_name_stay_apart(name: str, host: str) -> None:
     log = "".join(told(name, 168, rest=", 1 bytes smem") + host.format(memory=kib << 10) for kib in (112, 152))
     program = "\n".join(map(MOSAIC.format, "abb"))
     figures = CompilerFigures(registers=168, spilled_bytes=0, shared_bytes=(152 << 10) + 1, occupancy=12 / 64)
@@ -79,18 +79,18 @@ def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart(name: str, host: str) 
     ("registers", "threads", "shared", "arch", "occupancy"),
     [
         (32, 128, 0, "sm_90a", 1.0),
-        (33, 128, 0, "sm_90a", 48 / 64),  # registers come in units of 8 for each thread: 12 warps in each partition
+        (33, 128, 0, "sm_90a", 48 / 64),  # threads get registers in units of 8: 12 warps in each partition
         (168, 384, 0, "sm_90a", 12 / 64),
         (255, 128, 0, "sm_90a", 8 / 64),
         (32, 128, 226 << 10, "sm_90a", 4 / 64),
-        (32, 128, (114 << 10) - 1024, "sm_90", 8 / 64),  # two blocks, with 1 KiB for the system each
+        (32, 128, (114 << 10) - 1024, "sm_90", 8 / 64),  # two blocks, each with 1 KiB for the system
         (32, 128, (114 << 10) - 1023, "sm_90", 4 / 64),
-        (16, 32, 0, "sm_90a", 32 / 64),  # as many blocks as there may be
+        (16, 32, 0, "sm_90a", 32 / 64),  # the largest number of blocks
         (16, 32, 0, "sm_86", 16 / 64),
         (16, 32, 0, "sm_75", None),
     ],
 )
-def test_the_occupancy_is_that_of_nvidias_calculator(
+def test_the_occupancy_equals_nvidias_calculator(
     registers: int, threads: int, shared: int, arch: str, occupancy: float | None
 ) -> None:
     started = f"kKernel [source | sink] k grid: [1, 1, 1] threads: [{threads}, 1, 1]  shared_memory: {shared} bytes"
@@ -109,7 +109,7 @@ def test_the_occupancy_is_that_of_nvidias_calculator(
     ],
     ids=["nothing", "not started", "a kernel is missing", "compiled before", "one was compiled before"],
 )
-def test_where_a_kernel_is_not_known_nothing_is(log: str, started: str, program: str) -> None:
+def test_one_unknown_kernel_leaves_all_figures_unknown(log: str, started: str, program: str) -> None:
     assert read(log, started, program, H100) == NO_FIGURES
 
 
@@ -124,7 +124,7 @@ def test_torn_or_hostile_logs_are_refused(log: str) -> None:
 @pytest.mark.parametrize(
     "writes", [None, "damage", "Kernel [source] k grid: [1] threads: [1, 1, 1]  shared_memory: 0 bytes"]
 )
-def test_what_figures_lack_does_not_cost_the_verdict(writes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_figures_do_not_cost_the_verdict(writes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     program, directories = SimpleNamespace(as_text=lambda: ""), list[Path]()
 
     def compile_one(compiler_options: Mapping[str, str] | None = None) -> Any:
@@ -134,7 +134,7 @@ def test_what_figures_lack_does_not_cost_the_verdict(writes: str | None, monkeyp
         return program
 
     if writes is None:
-        monkeypatch.setattr(contain, "_SHARED_MEMORY", "/nowhere")  # as where there is no room
+        monkeypatch.setattr(contain, "_SHARED_MEMORY", "/nowhere")  # no room for the files
     target = CompileTarget(platform="cuda", config_text=H100, device_kind="H100", num_cores=132)
     assert compiled(SimpleNamespace(compile=compile_one), target) == (program, NO_FIGURES)
     assert not any(directory.exists() for directory in directories)

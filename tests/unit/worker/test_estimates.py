@@ -1,4 +1,4 @@
-"""Cycle estimates of the TPU compiler: what libtpu writes is read as data, and the rest of a grid is extrapolated."""
+"""Cycle estimates of the TPU compiler read libtpu's files as data and extrapolate the rest of a grid."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
 # --- grids ----------------------------------------------------------------------------------------------------
 
 
-def test_a_grid_tells_its_steps_and_what_its_pipeline_moves() -> None:
+def test_a_grid_gives_its_steps_and_the_bytes_it_moves() -> None:
     jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
     blocks = 128 * 128 * 2
-    # Both inputs change their block at each of the 8 * 8 * 4 steps, and the output after the last along k.
+    # Both inputs change their block at each of the 8 * 8 * 4 steps, the output only after the last step along k.
     assert (kernels.free_steps(jaxpr), kernels.moved_bytes(jaxpr)) == ([64], (2 * 256 + 64) * blocks)
 
 
-def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
+def test_a_smaller_grid_keeps_the_dependencies_of_steps() -> None:
     jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
     smaller, steps = kernels.with_smaller_grids(jaxpr, 16)
     (kernel,) = [each for each in kernels.equations(smaller) if each.primitive.name == "pallas_call"]
     assert kernel.params["grid_mapping"].grid == (2, 8, 4)
     assert steps == [16]
-    assert kernels.free_steps(jaxpr) == [64]  # the program itself is as it was
+    assert kernels.free_steps(jaxpr) == [64]  # the original program is unchanged
 
 
 def test_a_smaller_grid_keeps_all_cores_busy() -> None:
@@ -124,12 +124,12 @@ def test_a_loop_in_a_kernel_whose_end_is_data_is_named(turns: Any) -> None:
             kernels.free_steps(jaxpr)
 
 
-# --- what libtpu writes -----------------------------------------------------------------------------------------
+# --- files of libtpu -----------------------------------------------------------------------------------------
 
 WRITTEN = 'hlo_op_estimate {\n  hlo_op_name: "copy.1"\n  estimated_cycles: 31280\n  num_equivalent_hlos: 2\n}\n'
 
 
-def test_the_cycles_of_an_operation_count_for_all_that_are_like_it() -> None:
+def test_an_operations_cycles_count_for_all_like_it() -> None:
     assert estimates._parsed(WRITTEN) == ({"copy.1": 62560.0}, 0)
     assert estimates._parsed(WRITTEN + WRITTEN.replace("copy.1", "add"))[0] == {"copy.1": 62560.0, "add": 62560.0}
 
@@ -157,7 +157,7 @@ COPY = WRITTEN.replace("31280", "0").replace(
 )
 
 
-def test_a_copy_without_cycles_counts_by_what_it_reads_and_writes() -> None:
+def test_a_copy_without_cycles_counts_by_its_bytes() -> None:
     assert estimates._parsed(WRITTEN + COPY) == ({"copy.1": 0.0}, 2 * 2 * (2 * 8 * 128))
 
 
@@ -200,7 +200,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_what_is_in_a_loop_counts_for_each_turn() -> None:
+def test_operations_in_a_loop_count_for_each_turn() -> None:
     turns = estimates._turns(PROGRAM)
     assert (turns["copy.7"], turns["fusion.2"], turns["add.4"]) == (1.0, 10.0, 10.0)
 
@@ -210,7 +210,7 @@ def test_a_loop_without_a_constant_end_has_no_estimate() -> None:
         estimates._turns(PROGRAM.replace("constant(10)", "parameter(0)"))
 
 
-def test_what_is_in_a_loop_of_a_branch_counts_for_each_turn() -> None:
+def test_operations_in_a_branchs_loop_count_for_each_turn() -> None:
     program = PROGRAM.replace("ENTRY %main", "%branch.8").replace(
         "condition=%cond.5, body=%body.1\n}",
         "condition=%cond.5, body=%body.1\n}\nENTRY %main (x: f32[8]) -> f32[8] {\n"
@@ -226,7 +226,7 @@ def point(*, whole: tuple[int, ...] = (100,), steps: tuple[int, ...] = (), **cyc
     )
 
 
-def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path) -> None:
+def test_one_kernel_without_an_estimate_leaves_none(tmp_path: Path) -> None:
     def body(x_ref: Any, o_ref: Any) -> None:
         end = x_ref[0, 0].astype(jnp.int32)
         o_ref[...] = jax.lax.fori_loop(0, end, lambda i, total: total + 1.0, x_ref[...])
@@ -242,9 +242,7 @@ def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path
 
 
 @pytest.mark.parametrize("points", ["", '{"whole": "', "[1]"])
-def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
-    points: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_costs_only_its_estimate(points: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(work: Any, directory: Path, deadline: float) -> int:
         (directory / "points").write_text(points)
         return 0
@@ -256,7 +254,7 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
 
 
 @pytest.mark.parametrize(("kernels", "status", "found"), [(0, -signal.SIGABRT, 1), (1, -signal.SIGABRT, 0), (0, 1, 0)])
-def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(
+def test_an_ended_processs_files_count_if_all_kernels_are_named(
     kernels: int, status: int, found: int, tmp_path: Path
 ) -> None:
     (tmp_path / "copy.7_static_llo_profile.textproto").write_text(WRITTEN)
@@ -264,7 +262,7 @@ def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(
     assert [each.cycles for each in estimates._points(tmp_path, status)] == [{"copy.1": 62560.0}] * found
 
 
-def test_a_program_does_not_get_the_steps_of_the_next_that_wrote_nothing(tmp_path: Path) -> None:
+def test_a_program_does_not_get_the_next_programs_steps(tmp_path: Path) -> None:
     (tmp_path / "kernel_0.1_static_llo_profile.textproto").write_text(WRITTEN.replace("copy", "kernel_0"))
     point(steps=(1,)).with_cycles(tmp_path, {}).note(tmp_path)
     point(steps=(2,)).note(tmp_path)
@@ -286,7 +284,7 @@ def test_further_steps_cost_what_the_last_ones_did() -> None:
 
 
 @pytest.mark.parametrize(("steps", "told"), [(2, "it takes longer than 0 s"), (4, "")])
-def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_steps_alone_do_not_estimate_more(steps: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(work: Any, directory: Path, deadline: float) -> int:
         point(whole=(4,), steps=(steps,), kernel_0__1=300.0).note(directory)
         return 0 if steps == 4 else -signal.SIGKILL
@@ -299,7 +297,7 @@ def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, mo
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["as soon as it is made", "while it is used"])
-def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(is_used: bool, tmp_path: Path) -> None:
+def test_a_killed_workers_directory_goes_with_its_names(is_used: bool, tmp_path: Path) -> None:
     fd = os.open(tmp_path / "names", os.O_RDWR | os.O_CREAT)
     code = textwrap.dedent(
         f"""
@@ -343,7 +341,7 @@ class TestRealCompiler:
         assert [trial.config["bm"] for trial in report.ranked] == [512, 128, 8]
         slow, fast, failed = report.trials
         assert failed.outcome.is_failure
-        # 4.3 times by the compiler's whole simulation, which takes 382,780 cycles for the small blocks.
+        # The compiler's whole simulation gives a ratio of 4.3, with 382,780 cycles for the small blocks.
         assert slow.figures is not None
         assert slow.figures.estimate is not None
         assert slow.figures.estimate.cycles == pytest.approx(382_780, rel=0.05)
@@ -357,7 +355,7 @@ class TestRealCompiler:
         assert again.known == 3
         assert [report.estimated_ms(trial) for trial in again.trials] == [*map(report.estimated_ms, report.trials)]
 
-    def test_an_abort_of_the_compiler_costs_the_estimate_and_not_the_verdict(self) -> None:
+    def test_an_abort_of_the_compiler_costs_only_the_estimate(self) -> None:
         x = struct(256, 256)
         report = quarantune.compile_check(matmul, {"bm": [128]}, x, x, target="v4", estimate=True)
         assert report.ok
@@ -406,7 +404,7 @@ class TestRealCompiler:
         ],
         ids=["a libtpu without the option", "a read-only temporary directory", "one libtpu at a time", "two libtpu"],
     )
-    def test_what_is_in_the_way_of_an_estimate_is_said(self, option: str, environ: dict[str, str], told: str) -> None:
+    def test_obstacles_to_an_estimate_are_named(self, option: str, environ: dict[str, str], told: str) -> None:
         program = textwrap.dedent(
             f"""
             import contextlib, jax
@@ -427,9 +425,9 @@ class TestRealCompiler:
             print(found.no_estimate or found.estimate.cycles)
             """
         )
-        with open("/tmp/libtpu_lockfile", "a") as lock:  # as another process with libtpu in it
+        with open("/tmp/libtpu_lockfile", "a") as lock:  # another process with libtpu would hold it
             for hold in (fcntl.flock, fcntl.lockf):
-                with contextlib.suppress(BlockingIOError):  # there is another one with libtpu in it
+                with contextlib.suppress(BlockingIOError):  # another process with libtpu already holds it
                     hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             changes = {"ALLOW_MULTIPLE_LIBTPU_LOAD": None, "JAX_PLATFORMS": "cpu", **environ}
             answer = python("-c", program, path=[SUPPORT, Path(__file__).parent], **changes).strip()

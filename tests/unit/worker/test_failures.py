@@ -1,4 +1,4 @@
-"""What is shown of an exception: its message, then the lines of the author's own files that led to it."""
+"""Reports of an exception start with its message, then show the lines in the author's files that led to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reshaped(x: Any, rows: int) -> Any:
     return x.reshape(rows, 7)
 
 
-def test_the_message_comes_first_and_then_the_authors_lines_the_latest_first() -> None:
+def test_the_message_comes_first_then_the_authors_lines() -> None:
     message, *lines = told(lambda: jax.jit(lambda x: reshaped(x, 3))(jnp.ones(8)))
     assert message == "TypeError: cannot reshape array of shape (8,) (size 8) into shape (3, 7) (size 21)"
     places = [re.fullmatch(rf"  {re.escape(__file__)}:\d+, in (\S+): .*", line) for line in lines]
@@ -41,19 +41,19 @@ def test_the_message_comes_first_and_then_the_authors_lines_the_latest_first() -
     assert "in reshaped: return x.reshape(rows, 7)" in lines[0]
 
 
-def test_of_an_error_in_a_host_callback_the_callbacks_own_is_told() -> None:
+def test_a_host_callbacks_own_error_is_shown() -> None:
     def fails(x: Any) -> Any:
-        raise ArithmeticError("this config is no good")
+        raise ArithmeticError("this config is bad")
 
     function = jax.jit(lambda x: jax.pure_callback(fails, x, x))
     described = describe_error(caught(lambda: jax.block_until_ready(function(jnp.ones(3)))))
-    assert described.text.endswith("error calling callback: ArithmeticError: this config is no good")
+    assert described.text.endswith("error calling callback: ArithmeticError: this config is bad")
     message, line, *_ = described.traceback.splitlines()
     assert message == f"{described.error}: {described.text}"
     assert re.fullmatch(rf"  {re.escape(__file__)}:\d+, in fails: raise ArithmeticError.*", line)
 
 
-def test_an_exception_is_told_with_those_that_it_came_from() -> None:
+def test_an_exception_is_shown_with_its_causes() -> None:
     def first() -> None:
         raise KeyError("block")
 
@@ -71,7 +71,7 @@ def test_an_exception_is_told_with_those_that_it_came_from() -> None:
     assert "in first: " in lines[earlier + 2]
 
 
-def test_where_jax_raises_later_the_authors_line_is_that_of_the_operation() -> None:
+def test_a_late_error_of_jax_shows_the_operations_line() -> None:
     from jax.experimental import pallas as pl
 
     def body(x_ref: Any, o_ref: Any) -> None:
@@ -84,7 +84,7 @@ def test_where_jax_raises_later_the_authors_line_is_that_of_the_operation() -> N
     assert any("in body: o_ref[...] = " in line for line in lines), lines
 
 
-def test_endless_recursion_is_told_in_a_few_lines() -> None:
+def test_endless_recursion_is_shown_in_a_few_lines() -> None:
     def endless(n: int) -> int:
         return endless(n + 1) + 1
 
@@ -99,7 +99,7 @@ def kernel(x: Any, rows: int = 8) -> Any:
     return reshaped(x, rows)
 
 
-def test_the_table_and_the_error_name_the_authors_line_once_for_all_configs() -> None:
+def test_table_and_error_name_the_authors_line_once() -> None:
     with pytest.raises(quarantune.TuningFailedError) as failed:
         quarantune.AutoTuner(kernel, {"rows": [2, 3, 4, 5]}, ref_fn=None, warmup=0, rep=1).run(jnp.ones(8))
     text = str(failed.value)

@@ -1,4 +1,4 @@
-"""Free memory does not keep the outputs of earlier configs, which could pass for those of a config that writes none."""
+"""Free memory keeps no outputs of earlier configs, which could pass as outputs of a config that writes none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quarantune.worker.judging import StaleMemory, fill_value
 
 
 class Recorded(StaleMemory):
-    """Notes the arrays that are made."""
+    """Records the arrays it makes."""
 
     def __init__(self, *, is_shared: bool = True) -> None:
         super().__init__(is_shared=is_shared)
@@ -43,7 +43,7 @@ def test_memory_is_filled_with_a_value_that_no_output_has(dtype: str) -> None:
         assert is_filled.all()
 
 
-def test_outputs_that_are_expected_are_overwritten_by_what_was_compiled_before() -> None:
+def test_expected_outputs_are_overwritten_by_earlier_programs() -> None:
     memory = StaleMemory(is_shared=True)
     memory.expect([ArrayKind((4, 8), "bfloat16"), ArrayKind((3,), "bool")])
     compiled = dict(memory._fills)
@@ -53,11 +53,11 @@ def test_outputs_that_are_expected_are_overwritten_by_what_was_compiled_before()
     assert len(compiled) == 1
 
 
-def test_types_without_such_a_value_are_left_alone() -> None:
+def test_types_without_a_filling_value_are_left_alone() -> None:
     assert [fill_value(dtype) for dtype in (jnp.bool_, jax.random.key(0).dtype)] == [None, None]
 
 
-def test_nothing_is_done_before_the_first_output_or_where_configs_share_no_memory() -> None:
+def test_memory_unshared_or_before_an_output_is_not_filled() -> None:
     memory, alone = Recorded(), Recorded(is_shared=False)
     alone.note(jnp.ones(8))
     for each in (memory, alone):
@@ -74,7 +74,7 @@ def test_large_outputs_are_overwritten_fewer_times_or_not_at_all(monkeypatch: py
         assert len(memory.made) == copies
 
 
-def test_memory_is_filled_where_the_author_looks_for_nan() -> None:
+def test_memory_is_filled_even_if_the_author_expects_nan() -> None:
     memory = Recorded()
     memory.note(jnp.ones(8))
     with jax.debug_nans(True):
@@ -83,7 +83,7 @@ def test_memory_is_filled_where_the_author_looks_for_nan() -> None:
     assert len(memory.made) == 6
 
 
-def test_a_lack_of_memory_is_met_once_and_raises_nothing() -> None:
+def test_a_lack_of_memory_is_tried_once_and_raises_nothing() -> None:
     memory = Recorded()
     memory.note(jnp.ones(8))
     memory.raises = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

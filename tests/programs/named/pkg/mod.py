@@ -1,4 +1,4 @@
-"""A file that is run and imported in every way; results saved for it by an earlier version lie beside it."""
+"""A file that tests run and import in every way; next to it are results that an earlier version saved for it."""
 
 import dataclasses
 import enum

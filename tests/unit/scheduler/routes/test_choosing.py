@@ -1,4 +1,4 @@
-"""Which routes a sweep takes, one after another, under which conditions."""
+"""The conditions of a sweep decide the order of its routes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def conditions(platform: str, mode: Mode = Mode.IN_WORKERS, **changes: Any) -> C
 def routes_of(
     given: Conditions, *, unfit: tuple[Route, ...] = (), count: int = 8, is_closed: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the names of the route without the device, and of those with it."""
+    """Returns the names of the route without the device and of the routes with it."""
     apart = choosing.without_device(given, unfit, is_closed=is_closed)
     later = choosing.with_device(given, unfit, count=count, is_closed=is_closed)
     return None if apart is None else type(apart).__name__, [type(route).__name__ for route in later]
@@ -73,7 +73,7 @@ def test_the_mode_decides_what_this_process_does(
 
 
 @pytest.mark.parametrize("is_spread", [False, True])
-def test_a_check_compiles_for_one_device_however_many_a_trial_needs(is_spread: bool) -> None:
+def test_a_check_compiles_for_one_device(is_spread: bool) -> None:
     apart, _ = routes_of(conditions("cuda", Mode.CHECKING, is_spread=is_spread))
     assert apart == "CompileCheck"
 
@@ -83,7 +83,7 @@ def test_a_route_that_no_config_could_take_is_not_tried_again() -> None:
     assert routes_of(conditions("cuda"), unfit=(Route.APART, Route.HANDED_OVER)) == (None, ["Together"])
 
 
-def test_one_config_alone_is_not_handed_over_unless_a_search_may_add_others() -> None:
+def test_a_lone_config_is_handed_over_only_in_a_search() -> None:
     assert routes_of(conditions("cuda"), count=1)[1] == ["Together"]
     assert routes_of(conditions("cuda"), count=1, is_closed=False)[1] == ["HandedOver", "Together"]
 
@@ -105,7 +105,7 @@ def test_one_config_alone_is_not_handed_over_unless_a_search_may_add_others() ->
         ("cpu", {"each": 4}, 8, None),
     ],
 )
-def test_configs_are_ranked_where_workers_may_compile_for_an_nvidia_gpu(
+def test_ranking_needs_workers_that_compile_for_nvidia(
     platform: str, changes: dict[str, Any], count: int, expected: str | None
 ) -> None:
     given = conditions(platform, **{"ranks": True, **changes})
@@ -121,7 +121,7 @@ def test_programs_that_cannot_leave_their_process_are_not_ranked() -> None:
     assert choosing.cheaply(given, [Route.HANDED_OVER], count=9, is_closed=True) is None
 
 
-def test_errors_without_the_device_are_met_again_after_ranking_and_need_no_confirmation() -> None:
+def test_errors_of_ranking_need_no_confirmation() -> None:
     given = conditions("cuda", ranks=True)
     apart, cheaply = (
         choosing.without_device(given, (), is_closed=True),
