@@ -218,7 +218,7 @@ def _ends(known: times.Range) -> list[float | None]:
 
 
 def _labels(configs: Sequence[Config], best: Config) -> list[str]:
-    """Returns a label for each finalist: the tunables that differ from the winner, and those of the winner that vary."""
+    """Returns a label for each finalist: where it differs from the winner, and of the winner what varies."""
     flat, won = list(map(_flat, configs)), _flat(best)
     alike = {text_of(values) for values in flat} == {text_of(won)}
 

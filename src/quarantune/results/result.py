@@ -190,9 +190,9 @@ class TuningResult(PlainResult):
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 
-        Further columns are `time_kind`, `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. The kind
-        of a time is `final`, `median`, `mean` (over several calls) or `at least` (a bound). A tunable with the name of
-        another column is under `config.<name>`. A result from the cache has one row, its winner.
+        Further columns are `time_kind`, `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. A time
+        is of the kind `final`, `median`, `mean` (over several calls) or `at least` (a bound). A tunable with the name
+        of another column is under `config.<name>`. A result from the cache has one row, its winner.
         """
         shown = self._shown
         if not shown.trials:
