@@ -19,6 +19,7 @@ from quarantune.devices import targets
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.measure import device_clock
 from quarantune.sandbox import template
+from quarantune.sweep import routes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -611,3 +612,29 @@ def test_energy_without_its_package_names_the_extra(held, monkeypatch):
     fn, args = tuned_matmul(objective="energy", name="without_package")
     with pytest.raises(ValueError, match=r"objective needs the energy of a call.*pip install 'quarantune\[energy\]'"):
         fn.tune(*args)
+
+
+def test_one_process_times_the_finalists_by_the_gpu_s_own_clock(held, monkeypatch):
+    counts = []
+    repeated = routes.Routes._repeated
+
+    def noting(*given):
+        final = repeated(*given)
+        counts.append(final.counts)
+        return final
+
+    monkeypatch.setattr(routes.Routes, "_repeated", noting)
+
+    @quarantune.autotune({"n": [1, 40, 80]}, name="gpu_chain", ref_fn=None)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def chain(x, n=40):
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y), x)
+
+    result = chain.tune(jnp.ones(1 << 20))
+    assert result.best_config == {"n": 1}
+    low, high = result.speedup_interval
+    assert low < result.speedup < high
+    if result.trials[0].clock == "device":
+        assert [len(each) for each in counts] == [1]
+        assert high / low < 1.2
+    assert still_computes(held)

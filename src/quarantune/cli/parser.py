@@ -259,6 +259,7 @@ COMMANDS: Mapping[str, Command] = {
             *_COMMON,
         ),
         "Measures the winners of the named functions again, each against its function's own defaults. "
+        "Measures a winner several times before it calls it stale. "
         "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again.",
         ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
     ),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.measure import finals, observing
+from quarantune.measure import observing
 from quarantune.results import times
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
@@ -327,8 +327,8 @@ def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
         if len(timed.samples_ms) < len(best.samples_ms):
             rounds = f"{len(timed.samples_ms)} of the {len(best.samples_ms)} rounds of the final"
             notes.append(f"{result.default_label} are far behind, so they took part in {rounds}")
-        if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
-            notes.append(f"speed-up of *: {interval_text(interval)}, within the noise of the final")
+        if interval := result.speedup_interval:
+            notes.append(f"speed-up of *: {interval_text(interval)} in 95 of 100 later runs")
     if any(trial.is_ruled_out for trial in trials):
         notes.append("cheap ms: the time of a cheaply compiled program, to find the configs that may win")
     if any(trial.is_bound for trial in trials):

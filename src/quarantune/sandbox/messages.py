@@ -183,9 +183,15 @@ class Finalist:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(Task):
-    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists."""
+    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists.
+
+    Attributes:
+        entries: the configs.
+        budget_s: seconds after which a few rounds must do; None for the usual time of a final.
+    """
 
     entries: tuple[Finalist, ...]
+    budget_s: _Duration | None = None
 
 
 TASKS = (Probe, Prepare, Expect, Compile, CompileAlone, Proceed, Measure, ComputeReference, Compare)
@@ -371,11 +377,13 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for finalists that are far behind.
+        typical_ms: the median time of each, with waits and interruptions.
         observed: for each round, the observers' figures for each finalist; empty without observers.
     """
 
     rounds_ms: tuple[Samples, ...]
     warm_ms: tuple[tuple[Milliseconds, ...], ...]
+    typical_ms: tuple[Milliseconds, ...] = ()
     observed: tuple[tuple[Observed, ...], ...] = ()
 
 

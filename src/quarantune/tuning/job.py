@@ -20,7 +20,7 @@ from quarantune.engine.place import place_of
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
-from quarantune.measure import finals, model
+from quarantune.measure import finals, intervals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -43,6 +43,7 @@ from quarantune.values.trial import (
     UNTUNED,
     DifferentProgramError,
     Findings,
+    Interval,
     Outcome,
     Phase,
     Searched,
@@ -418,12 +419,13 @@ class TuningJob:
         best, tie = settled[winner], tuple(settled[index].config for index in level)
         self._log_winner(best, tie, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
-        defaults = settled.get(finals.default_among(settled, default))
+        own_index = finals.default_among(settled, default)
+        defaults = settled.get(own_index)
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
         findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
-            interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
+            interval = self._interval(swept.final, known, (winner, best), (own_index, defaults))
             findings = dataclasses.replace(findings, speedup_interval=interval)
         self._warn_of_scatter(best, [settled[index] for index in level], findings.speedup_interval)
         is_here = place_of(self._now.settings).is_here
@@ -448,6 +450,27 @@ class TuningJob:
             tie=tie,
             executable=executable,
             noise=swept.noise,
+        )
+
+    def _interval(self, final: finals.Final, before: Mapping[int, Trial], *both: tuple[int, Trial]) -> Interval | None:
+        """Returns the interval of the speed-up; None without a final, or if both are one program.
+
+        Args:
+            final: the final.
+            before: the trials by index, as before the final.
+            *both: the winner and the defaults: the index, and the trial after the final.
+        """
+        (winner, best), (default, defaults) = both
+        if len(final.rounds_ms) < 2 or best.samples_ms == defaults.samples_ms:
+            return None
+        typical_ms = finals.with_same_program(final.typical_ms, before)
+        pairs = zip(typical_ms.get(winner, ()), typical_ms.get(default, ()), strict=False)
+        return intervals.speedup_interval(
+            best.samples_ms,
+            defaults.samples_ms,
+            clock=best.clock or "wall",
+            processes=final.counts,
+            typical=[theirs / ours for ours, theirs in pairs],
         )
 
     def _error(self, swept: Swept) -> Exception:

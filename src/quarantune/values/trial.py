@@ -449,7 +449,7 @@ class Findings(Record):
     Attributes:
         time_ms: the time of the best config.
         default_time_ms: the time of the function's own defaults.
-        speedup_interval: the speed-ups that the noise of the two allows.
+        speedup_interval: the speed-ups of 95 of 100 later runs.
         created: when it was saved, as ISO text.
         commit: the commit of the user's repository.
         trials: how many configs ended in each outcome.
@@ -528,7 +528,7 @@ class Findings(Record):
             return ""
         low, high = self.speedup_interval or (speedup, speedup)
         if low <= 1.0 <= high:
-            return "as fast as the defaults"
+            return "no clear gain over the defaults"
         return f"{ratio_text(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than the defaults"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
 from quarantune.transport.payload import Call
-from quarantune.values.codec import restore
+from quarantune.values.codec import is_plausible_ms, restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
@@ -342,17 +343,26 @@ class Bench:
             and self.options.warmup <= 1  # else its author knows that it takes several
         )
 
-    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
+    def compare(
+        self, programs: Sequence[Program], budget_s: float | None = None
+    ) -> tuple[list[list[float]], list[list[float]], list[float]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
+
+        Args:
+            programs: the programs.
+            budget_s: seconds after which a few rounds must do; None for the usual time of a final.
 
         Returns:
             The samples of each program in milliseconds, one per round. And the samples with warm device caches, because
-            a kernel's input is often the last kernel's output; empty for programs that are clearly slower.
+            a kernel's input is often the last kernel's output; empty for programs that are clearly slower. And the
+            median time of each program, with waits and interruptions.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
         rep = self.options.rep
-        rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
+        heard: list[list[float]] = [[] for _ in programs]
+        takes = [_noting(clock.take, whole_ms) for clock, whole_ms in zip(each, heard, strict=True)]
+        rounds_ms = finals.take_turns(takes, is_exact=is_exact, budget_s=budget_s, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)))
         if len(near) > 1 and self._has_own_clock():
@@ -360,7 +370,7 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        return rounds_ms, warm_ms
+        return rounds_ms, warm_ms, [statistics.median(whole_ms[1:] or whole_ms) for whole_ms in heard]
 
     def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
         """Returns the figures of observers for each program in each of a few rounds; empty without observers.
@@ -385,6 +395,20 @@ class Bench:
         if self._flush is None:
             self._flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
+
+
+_Take: TypeAlias = Callable[[int], Sequence[RunTime]]
+
+
+def _noting(take: _Take, whole_ms: list[float]) -> _Take:
+    """Returns `take`, which then adds the whole time of each plausible sample to a list."""
+
+    def noted(count: int) -> Sequence[RunTime]:
+        samples = take(count)
+        whole_ms.extend(sample.whole for sample in samples if is_plausible_ms(sample.whole))
+        return samples
+
+    return noted
 
 
 def _measurement(samples: sampling.Sampled, clock: clocks.Clock) -> Measurement:

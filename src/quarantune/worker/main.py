@@ -335,9 +335,11 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        *rounds, typical_ms = bench.compare(programs, task.budget_s)
+        rounds_ms, warm_ms = (tuple(map(tuple, each)) for each in rounds)
         observed = tuple(map(tuple, bench.observe(programs, [*map(min, rounds_ms)])))
-        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
+        times: Any = {"rounds_ms": rounds_ms, "warm_ms": warm_ms, "typical_ms": tuple(typical_ms)}
+        yield messages.Compared(**self._heading(), **times, observed=observed)
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""

@@ -84,6 +84,8 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
     settled, (winner, *level) = finals.conclude(known, final, default=default)
     best, own = settled[winner], None if default is None else settled[default]
     is_timed = own is not None and own.outcome is Outcome.OK
+    speedup = (own.time_ms or 0.0) / (best.time_ms or 1.0) if own is not None else 1.0
+    interval = speedup * rng.uniform(0.5, 1), speedup * rng.uniform(1, 2)
     return TuningResult(
         name="f",
         device="cpu",
@@ -92,9 +94,7 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
         time_ms=best.time_ms or math.nan,
         default_config=None if own is None else own.config,
         default_time_ms=own.time_ms if is_timed and own is not None else None,
-        speedup_interval=finals.speedup_interval(best.samples_ms, own.samples_ms)
-        if is_timed and own and len(chosen) > 1
-        else None,
+        speedup_interval=interval if is_timed and len(chosen) > 1 else None,
         finalists=tuple(settled[at] for at in final.rounds_ms),
         tie=tuple(settled[at].config for at in level),
         trials=tuple(settled[at] for at in sorted(settled)),
