@@ -428,9 +428,9 @@ def _reasons(result: PlainResult, outcome: str, count: str | None, _: str) -> No
 
 
 def _changed_bits(result: PlainResult, told: str) -> None:
-    for name, verdict, differ, pairs in re.findall(
-        r"([^,;()]+?) (never|always|sometimes)(?: \((\d+) of (\d+)\))?(?=[,;]|$)", told
-    ):
+    groups = re.findall(r"([^,;()]+?) (never|always|sometimes)(?: \((\d+) of (\d+)\))?(?=[,;]|$)", told)
+    assert groups, told
+    for name, verdict, differ, pairs in groups:
         assert verdict in ("never", "always", "sometimes"), name
         assert not pairs or 0 <= int(differ) <= int(pairs)
         assert verdict != "sometimes" or 0 < int(differ) < int(pairs)
@@ -454,7 +454,8 @@ def _price_of_bits(result: PlainResult, bound: str | None, price: str, name: str
 _SENTENCES: dict[str, Callable[..., None]] = {
     r"bits: (.*)": _changed_bits,
     r"the winner has the defaults' bits": _has_bits,
-    r"the defaults' bits cost (at least )?([\d.e+-]+)x: (.*), the fastest config with them, takes (?:at least )?(\S+) ms": _price_of_bits,
+    r"the defaults' bits cost (at least )?([\d.e+-]+)x: (.*), the fastest config with them, takes (?:at least )?(\S+) "
+    r"ms": _price_of_bits,
     r"\[\d+\] (\w+)(?: \(\w+\))?(?:, ([\d,]+) configs)?(?:, for .*?)?: (.*)": _reasons,
     r"cheap ms: the time of a cheaply compiled program, to find the configs that may win": _cheap,
     r"> stopped early: every run took at least this long": _bounds,

@@ -66,7 +66,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
             noted.fully.append(job.config)
             return super()._task(job, last=last)
 
-    def cheaply(given: Conditions, *, count: int, is_closed: bool) -> CheaplyInTurns | None:
+    def cheaply(given: Conditions, unfit: Any, *, count: int, is_closed: bool) -> CheaplyInTurns | None:
         return CheaplyInTurns.of(given, is_closed=is_closed) if given.ranks else None
 
     def screening(configs: Mapping[int, Any], cheap_ms: Mapping[int, float], **options: Any) -> Screening:
