@@ -108,7 +108,8 @@ def test_the_reference_lists_every_option() -> None:
 
 
 def test_the_reference_lists_every_outcome() -> None:
-    assert first_column(section("docs/failures.md", "## Outcomes").split("\n### ")[0]) == [outcome.value for outcome in Outcome]
+    table = section("docs/failures.md", "## Outcomes").split("\n### ")[0]
+    assert first_column(table) == [outcome.value for outcome in Outcome]
 
 
 def test_the_reference_lists_every_variable() -> None:
