@@ -19,6 +19,7 @@ from quarantune.devices import targets
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.measure import device_clock
 from quarantune.sandbox import template
+from quarantune.sweep import routes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -611,3 +612,60 @@ def test_energy_without_its_package_names_the_extra(held, monkeypatch):
     fn, args = tuned_matmul(objective="energy", name="without_package")
     with pytest.raises(ValueError, match=r"objective needs the energy of a call.*pip install 'quarantune\[energy\]'"):
         fn.tune(*args)
+
+
+def test_one_process_times_the_finalists_by_the_gpu_s_own_clock(held, monkeypatch):
+    counts = []
+    repeated = routes.Routes._repeated
+
+    def noting(*given):
+        final = repeated(*given)
+        counts.append(final.counts)
+        return final
+
+    monkeypatch.setattr(routes.Routes, "_repeated", noting)
+
+    @quarantune.autotune({"n": [1, 40, 80]}, name="gpu_chain", ref_fn=None)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def chain(x, n=40):
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y), x)
+
+    result = chain.tune(jnp.ones(1 << 20))
+    assert result.best_config == {"n": 1}
+    low, high = result.speedup_interval
+    assert low < result.speedup < high
+    if result.trials[0].clock == "device":
+        assert [len(each) for each in counts] == [1]
+        assert high / low < 1.2
+    assert still_computes(held)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_bits_of_a_gpu_are_those_that_a_comparison_of_the_outputs_finds(held, isolation):
+    def sums(x_ref, out_ref, *, step):
+        total = jnp.zeros(out_ref.shape, jnp.float32)
+        for start in range(0, x_ref.shape[0], step):
+            total += x_ref[pl.ds(start, step), :].astype(jnp.float32).sum(0)
+        out_ref[...] = total.astype(out_ref.dtype)
+
+    @functools.partial(jax.jit, static_argnames=["step", "warps"])
+    def kernel(x, step=64, warps=4):
+        return pl.pallas_call(
+            functools.partial(sums, step=step),
+            out_shape=jax.ShapeDtypeStruct((64,), x.dtype),
+            compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        )(x)
+
+    x = jax.random.normal(jax.random.key(0), (256, 64), jnp.float32)
+    space = {"step": [16, 32, 64, 128], "warps": [1, 4]}
+    with quarantune.settings(isolation=isolation, always_tune=True):
+        result = quarantune.AutoTuner(kernel, space, rep=3).run(x)
+        exact = quarantune.AutoTuner(kernel, space, rep=3, numerics="bitwise").run(x)
+    assert exact.from_cache is False
+    wanted = jax.device_get(kernel(x)).view("uint32")
+    for trial in result.trials:
+        is_same = (jax.device_get(kernel(x, **trial.config)).view("uint32") == wanted).all()
+        assert trial.bits == ("same" if is_same else "other"), trial.config
+    assert {trial.config["step"] for trial in result.trials if trial.bits == "other"}, "the order of sums counts"
+    for before, after in zip(result.trials, exact.trials, strict=True):
+        assert (after.outcome is Outcome.WRONG) == (before.bits == "other"), after.config

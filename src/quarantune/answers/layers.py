@@ -21,7 +21,7 @@ from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.functions import versions
 from quarantune.host.packages import entry_points
 from quarantune.values.codec import JsonObject
-from quarantune.values.options import table_directory
+from quarantune.values.options import BITWISE, table_directory
 from quarantune.values.settings import Settings
 from quarantune.values.trial import ESTIMATED
 
@@ -89,7 +89,7 @@ class Layers:
         """Returns the first measured result of the layers, or else their first estimate; reads each layer once."""
         best = None
         for store in self.stores(now):
-            found = self._usable(store.get(*call.id), call, now, is_own=not store.read_only)
+            found = self._usable(_entry(store, call), call, now, is_own=not store.read_only)
             if found is not None and (best is None or found.origin is Origin.SAVED):
                 _logger.debug("%s: found in %s", call.id.name, store.label)
                 best = found
@@ -136,7 +136,8 @@ class Layers:
     def versions_serve(self, changed: str, now: Situation, *, is_own: bool = True) -> bool:
         """Returns whether an entry serves although versions changed; warns if it is in the user's cache."""
         if changed:
-            if now.settings.version_check:
+            # Another version of XLA may give the defaults other bits.
+            if now.settings.version_check or (now.settings.numerics or self._function.options.numerics) == BITWISE:
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False
             if not is_own:  # a shipped table seldom comes from the user's machine
@@ -184,6 +185,17 @@ class Layers:
                 if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
                     return frozenset(config)
         return frozenset()
+
+
+def _entry(store: Store, call: KeyedCall) -> Entry | None:
+    """Returns the entry of a call. If it must have the defaults' bits, an ordinary sweep may have found its config."""
+    entry = store.get(*call.id)
+    if entry is None and call.call.function.options.numerics == BITWISE:
+        ordinary = store.get(*call.id_under_rounding) or {}
+        exact = [(each, dict_or_empty(each.get("exact"))) for each in saved_program.results_in(ordinary)]
+        found = [{**each, **its} for each, its in exact if its]
+        return {**found[0], saved_program.OTHERS: found[1:]} if found else None
+    return entry
 
 
 def changed_versions(entry: Entry) -> str:

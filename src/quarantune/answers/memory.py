@@ -76,4 +76,4 @@ class Memory:
 
 def _without_traceback(error: TuningFailedError) -> TuningFailedError:
     """Returns a copy of an error without its traceback, which would keep the arguments of the call alive."""
-    return TuningFailedError(str(error), trials=error.trials, key=error.key)
+    return TuningFailedError(str(error), trials=error.trials, key=error.key, sweep=error.sweep)

@@ -113,6 +113,13 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
     return ours.text.difference(lines) if isinstance(lines, str) and lines else "its text is another one"
 
 
+def as_spelt(entry: Entry, call: BoundCall) -> BoundCall:
+    """Returns a call spelt as the one that was measured, whose program may be another; itself if that is unknown."""
+    program = entry.get("program")
+    spelt = _as_spelt(program.get("spelling"), call) if isinstance(program, dict) else None
+    return spelt or call
+
+
 def _spelling(call: BoundCall) -> list[Any]:
     """Returns the spelling of a call: JAX numbers arguments by it, and an omitted default is a constant."""
     return [len(call.args), sorted(call.kwargs)]
@@ -120,18 +127,24 @@ def _spelling(call: BoundCall) -> list[Any]:
 
 def _is_same_as_spelt(spelling: Any, call: KeyedCall, config: Config, winner: str) -> bool:
     """Returns whether the call, in another spelling, runs the winner's program. Traces it for this check alone."""
-    values, parameters = arguments_of(call.call.bound), list(call.call.function.parameters.values())
-    if spelling == _spelling(call.call) or any(each.kind in _ANY_NUMBER for each in parameters):
+    spelt = _as_spelt(spelling, call.call)
+    if spelt is None:
         return False
+    found = program_of(dataclasses.replace(call, call=spelt, programs={}), config)
+    return found is not None and is_same(found.identity, winner)
+
+
+def _as_spelt(spelling: Any, call: BoundCall) -> BoundCall | None:
+    """Returns a call with another spelling; None if it has that spelling, or does not fit it."""
+    values, parameters = arguments_of(call.bound), list(call.function.parameters.values())
+    if spelling == _spelling(call) or any(each.kind in _ANY_NUMBER for each in parameters):
+        return None
     try:
         count, names = spelling
         args = tuple(values[each.name] for each in parameters[:count])
-        kwargs = {name: values[name] for name in names}
+        return BoundCall(call.function, args, {name: values[name] for name in names})
     except (KeyError, TypeError, ValueError):  # a file may hold anything
-        return False
-    spelt = dataclasses.replace(call, call=BoundCall(call.call.function, args, kwargs), programs={})
-    found = program_of(spelt, config)
-    return found is not None and is_same(found.identity, winner)
+        return None
 
 
 def _winner_of(entry: Entry) -> str:

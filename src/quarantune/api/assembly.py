@@ -15,6 +15,7 @@ from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import assignment_in_force
 from quarantune.host.locks import lazy
+from quarantune.host.process import without_collections
 
 if TYPE_CHECKING:
     from quarantune.answers.ranks import Agreed, Agreement
@@ -137,7 +138,8 @@ class Rungs:
     @lazy
     def tuning(self) -> Tuning:
         """Tunes calls that have no answer."""
-        from quarantune.tuning.job import Tuning
+        with without_collections():  # with JAX imported, collecting takes a third of this import and finds nothing
+            from quarantune.tuning.job import Tuning
 
         return Tuning(self.layers, self.memory, job=self._make_job, on_phase=self._on_phase)
 

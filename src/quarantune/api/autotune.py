@@ -32,6 +32,7 @@ from quarantune.functions.binding import assignment_in_force, bind_config, jitte
 from quarantune.functions.names import cache_name
 from quarantune.host.frames import hide_own_frames, own_frames_hidden
 from quarantune.jax_internals import jax_arrays, jax_functions, jax_options
+from quarantune.values import blocks
 from quarantune.values.blocks import settings
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.forgetting import forget_choices, on_forgetting
@@ -404,7 +405,7 @@ class Autotuned(TunedCallable[_P, _R]):
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         memo: Memo[Callable[..., _R]] = self._memo
         key, context = memo_key(self._jit_options, args, kwargs), read_context()
-        place = context, assignment_in_force.get(), key
+        place = context, assignment_in_force.get(), key, blocks.numerics_in_force() if blocks.with_numerics else None
         if key is not None and (bound := memo.get(place)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
@@ -434,7 +435,7 @@ class Autotuned(TunedCallable[_P, _R]):
         self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
     ) -> None:
         """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
-        if kwargs or any(type(arg) is not jax_arrays.array_type for arg in args):
+        if kwargs or blocks.with_numerics or any(type(arg) is not jax_arrays.array_type for arg in args):
             return
         before, *_, known = self._last
         if before != context:

@@ -13,6 +13,7 @@ from quarantune.host.frames import own_frames_hidden
 from quarantune.host.locks import lazy
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
+from quarantune.values import blocks
 from quarantune.values.amounts import unwrapped
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
@@ -83,7 +84,7 @@ def contextual_autotune(
         >>> list(layer.lookup(jnp.ones(2**18)).values())
         [{'batch': 64}]
     """
-    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory"))
+    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory", "check_batch"))
     for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
@@ -134,7 +135,7 @@ class Contextual(TunedCallable[_P, _R]):
                 self._tuner.choice(self._tuner.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
-        place = read_context(), key
+        place = read_context(), key, blocks.numerics_in_force()
         text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():

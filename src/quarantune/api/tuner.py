@@ -47,8 +47,8 @@ class Tuner:
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Binds arguments to the function, and returns the call."""
         call = BoundCall(self.function, args, kwargs)
-        if not self.function.tunables and not call.is_symbolic:
-            self.function.tunables = self.rungs.layers.tunables(call, Situation.of(call, only_looks=True))
+        if not call.function.tunables and not call.is_symbolic:
+            call.function.tunables = self.rungs.layers.tunables(call, Situation.of(call, only_looks=True))
         return call
 
     def choice(self, call: BoundCall) -> Answer:

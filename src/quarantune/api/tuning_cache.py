@@ -279,8 +279,9 @@ class TuningCache:
             retune: whether to tune again each call whose winner is stale or only estimated, and save the result.
 
         Returns:
-            One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call can find it) or `unknown`
-            (for another device, without its function, or without its arguments).
+            One verdict for each entry: `current`, `stale`, `unclear` (the measurements do not suffice), `retuned`,
+            `unused` (no call can find it) or `unknown` (for another device, without its function, or without its
+            arguments).
 
         Raises:
             TypeError: An argument is not a tuned function or a text.

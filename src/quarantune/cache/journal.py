@@ -29,7 +29,7 @@ LARGEST_READ_JOURNAL_BYTES = 1 << 30
 """Largest size of a journal's file that readers accept. Earlier versions wrote without a bound."""
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
-RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys")
+RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys", "sweep")
 """Suffixes of the files about one problem, other than its entry and the locks and claims of living jobs."""
 PROBLEM = "[0-9a-f]" * 12
 """Pattern of a `problem_hash`. The names of all files about a problem begin with it."""
@@ -228,13 +228,19 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
         os.close(fd)
 
 
-def read(path: Path) -> list[JsonObject]:
+def read(path: Path, *, below: Path | None = None) -> list[JsonObject]:
     """Returns the whole records of a file that the user names. It skips damaged lines and reports them once.
+
+    Args:
+        path: the file.
+        below: the directory that the user has named instead, below which nothing may be a link.
 
     Raises:
         OSError: the file is not a regular file, is too large, or cannot be read.
     """
-    return list(_whole(path, _parsed(shared_files.read(path, largest_bytes=LARGEST_READ_JOURNAL_BYTES)), ""))
+    return list(
+        _whole(path, _parsed(shared_files.read(path, below=below, largest_bytes=LARGEST_READ_JOURNAL_BYTES)), "")
+    )
 
 
 def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:

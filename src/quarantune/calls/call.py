@@ -29,6 +29,7 @@ from quarantune.functions.fingerprint import Fingerprint, fingerprint
 from quarantune.functions.names import cache_name
 from quarantune.host.locks import lazy
 from quarantune.jax_internals import jax_functions
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, freeze, has_tag, short_hash, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
@@ -77,6 +78,7 @@ class TunedFunction:
     static_names: frozenset[str] | None = dataclasses.field(init=False)
     tunables: frozenset[str] = dataclasses.field(init=False)
     most_configs: ClassVar[int | None] = None
+    _by_numerics: dict[str, TunedFunction] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks the options, without reading or starting anything.
@@ -142,6 +144,19 @@ class TunedFunction:
         """Returns the function with other options, and other configs unless `configs` is None."""
         space = self.configs if configs is None else Space.of(configs, fn_name=self.name, parameters=self.signature)
         return dataclasses.replace(self, options=options, configs=space)
+
+    def under(self, numerics: str | None) -> TunedFunction:
+        """Returns the function as it is tuned under an operator's `numerics`; None leaves the author's choice.
+
+        Raises:
+            ValueError: its options do not fit these numerics.
+        """
+        if numerics is None or numerics == self.options.numerics:
+            return self
+        if numerics not in self._by_numerics:
+            options: Any = {"numerics": numerics}
+            self._by_numerics[numerics] = self.with_options(dataclasses.replace(self.options, **options))
+        return self._by_numerics[numerics]
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -240,13 +255,13 @@ class BoundCall:
     each config.
 
     Attributes:
-        function: the function.
+        function: the function, under the numerics in force.
         args: the positional arguments of the call.
         kwargs: its keyword arguments.
     """
 
     def __init__(self, function: TunedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.function = function
+        self.function = function.under(blocks.numerics_in_force())
         self.args = args
         self.kwargs = dict(kwargs)
 

@@ -18,7 +18,8 @@ from quarantune.functions.binding import Arguments, assignment_in_force, named
 from quarantune.functions.describe import layout_of, sharding_of
 from quarantune.functions.description import SCALARS, describe_arguments, describe_jax_state, is_array, key_part
 from quarantune.functions.fingerprint import code_digest
-from quarantune.values.codec import JsonObject, canonical_json
+from quarantune.values.codec import JsonObject, canonical_json, decode_json
+from quarantune.values.options import ROUNDING
 from quarantune.values.texts import array_text, printable
 
 if TYPE_CHECKING:
@@ -73,6 +74,12 @@ class KeyedCall:
     def readable(self) -> JsonObject:
         """The values of the key in readable form."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
+
+    @property
+    def id_under_rounding(self) -> ProblemId:
+        """The identity that it has if numerics need not be exact."""
+        code = self.call.function.under(ROUNDING).fingerprint.digest
+        return self.id._replace(key=canonical_json(decode_json(self.id.key) | {"code": code}))
 
     @property
     def label(self) -> str:

@@ -235,7 +235,14 @@ COMMANDS: Mapping[str, Command] = {
         ),
     ),
     "cache": Command("look at saved results, compare, copy and remove them"),
-    "cache list": Command("list the results, one line for each call", _CHOSEN),
+    "cache list": Command(
+        "list the results, one line for each call",
+        (
+            *_ENTRIES,
+            _flag("--running", "list the sweeps without a result instead: those that run, were interrupted, or failed"),
+            *_COMMON,
+        ),
+    ),
     "cache show": Command(
         "show everything about the saved results of a function",
         _CHOSEN,
@@ -259,6 +266,7 @@ COMMANDS: Mapping[str, Command] = {
             *_COMMON,
         ),
         "Measures the winners of the named functions again, each against its function's own defaults. "
+        "Measures a winner several times before it calls it stale. "
         "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again.",
         ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
     ),
@@ -288,17 +296,21 @@ COMMANDS: Mapping[str, Command] = {
         ),
     ),
     "report": Command(
-        "write a page about the cached results of a function: one HTML file for a browser",
+        "write a page about the sweeps of a function: one HTML file for a browser",
         (
             _value("name NAME", "the function's name in the cache, as `quarantune cache list` shows"),
             _value("after AFTER", "compare NAME with this: each a NAME, or DIR/NAME of another cache", nargs="?"),
             _value("-o --output FILE", "the file (default: NAME.html)"),
             _KIND,
+            _flag("--running", "only the sweeps that run now, as far as they have come"),
+            _flag("--watch", "write the page every second until these sweeps have ended; it loads itself again"),
             _flag("--open", "open the page in a browser"),
             *_COMMON,
         ),
+        "The page has the cached results, and the sweeps that have none because they run, were interrupted, or failed.",
         examples=(
             "quarantune report kernels.matmul -o matmul.html",
+            "quarantune report kernels.matmul --watch --open",
             "quarantune report last-week/kernels.matmul kernels.matmul -o gain.html",
         ),
     ),
@@ -341,7 +353,8 @@ COMMANDS: Mapping[str, Command] = {
 }
 _MODULES = {
     **dict.fromkeys(("tune", "run", "check"), "functions"),
-    **dict.fromkeys(("cache", "report", "replay"), "saved"),
+    **dict.fromkeys(("cache", "replay"), "saved"),
+    "report": "pages",
     **dict.fromkeys(("targets", "doctor"), "capabilities"),
     "completion": "parser",
 }

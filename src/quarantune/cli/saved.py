@@ -1,30 +1,28 @@
-"""`quarantune cache`, `report` and `replay`: work on saved results. Most `cache` commands need no JAX."""
+"""`quarantune cache` and `replay`: work on saved results. Most `cache` commands need no JAX."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import fnmatch
 import os
 import re
-import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import entries
+from quarantune.cache import entries, sweeps
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
 from quarantune.cache.entry_file import Contents, Entry
 from quarantune.cache.file_names import safe_name
 from quarantune.cache.store import Store
+from quarantune.cache.sweeps import SweepState
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
-from quarantune.host.shared_files import advice
-from quarantune.results.from_cache import cached_results
-from quarantune.results.report_data import ResultData
+from quarantune.results import unfinished
 from quarantune.values import blocks
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import format_config
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
@@ -40,8 +38,10 @@ def cache_path(options: argparse.Namespace, out: Output) -> int:
 
 
 def cache_list(options: argparse.Namespace, out: Output) -> int:
-    """Prints a line for each result, grouped by function and device."""
-    store = _opened()
+    """Prints a line for each result, or each sweep without one, grouped by function and device."""
+    store = opened()
+    if options.running:
+        return _list_sweeps(store, options, out)
     chosen = _chosen(store, options)
     blocks = (
         (f"{printable(name)} on {printable(device)}", _rows(list(map(_row, of_device.values())), out))
@@ -53,9 +53,50 @@ def cache_list(options: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
+def _list_sweeps(store: Store, options: argparse.Namespace, out: Output) -> int:
+    """Prints a line for each sweep without a result, those that run first."""
+    wanted = [*map(safe_name, options.names), *options.names]
+    found = [
+        sweep
+        for sweep in sweeps.latest(store.directory)
+        if sweep.state is not SweepState.DONE
+        if options.device in (None, sweep.beginning.device)
+        if not wanted or any(fnmatch.fnmatchcase(sweep.beginning.name, each) for each in wanted)
+    ]
+    found.sort(key=lambda sweep: sweep.state is not SweepState.RUNNING)
+    rows = dict[str, list[Sequence[str]]]()
+    records = []
+    for sweep in found:
+        about, trials = sweep.beginning, sweep.trials()
+        best = unfinished.best_of(trials, about.default)
+        row = (
+            call_text(about.call) or "all calls",
+            sweep.state.value,
+            unfinished.progress_text(sweep, trials),
+            "" if best is None else f"best {format_config(best[0].config)}, {best[0].time_ms:.4g} ms",
+            f"for {unfinished.duration_of(sweep)}, {sweep.holder}" if sweep.holder else "",
+            sweep.now,
+        )
+        rows.setdefault(f"{printable(about.name)} on {printable(about.device)}", []).append(row)
+        records.append(
+            {"function": about.name, "device": about.device, "key": about.key, "call": row[0], "state": row[1]}
+            | {"done": sweep.done(trials), "total": about.total, "is_bound": about.is_bound, "began_s": about.began_s}
+            | {"config": None if best is None else as_json(best[0].config)}
+            | {"time_ms": None if best is None else best[0].time_ms}
+            | {"now": sweep.now}
+            | {"pid": sweep.holder and sweep.holder.owner.pid, "host": sweep.holder and sweep.holder.host_name}
+        )
+    for number, (title, lines) in enumerate(rows.items()):
+        out.line("\n".join([*([""] if number else []), out.styled(title, "1"), *_rows(lines, out)]))
+    if not found:
+        out.line(f"no sweep runs in {str(store.directory)!r}, and none was interrupted or failed")
+    out.json(records)
+    return DONE
+
+
 def cache_show(options: argparse.Namespace, out: Output) -> int:
     """Prints the entries of a function's results in full."""
-    store = _opened()
+    store = opened()
     found = list(_entries(_chosen(store, options)))
     _print(out, store, (_details(key, entry, out.width) for key, entry in found))
     out.json([_record(key, entry) | {"entry": entry} for key, entry in found])
@@ -75,7 +116,7 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
-    found = entries.compare(entries.records(_opened()), entries.records(_another(options.other)))
+    found = entries.compare(entries.records(opened()), entries.records(another(options.other)))
     out.line(printable_lines(str(found)))
     only = {name: _keys(getattr(found, name)) for name in ("only_here", "only_there")}
     out.json({**only, "different": _pairs(found.different, "here", "there"), "same": _keys(found.same)})
@@ -84,7 +125,7 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
-    directory, tuned = _opened().directory, []
+    directory, tuned = opened().directory, []
     if not options.functions and (options.max_loss or options.retune):
         raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
@@ -131,8 +172,8 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
 
 def cache_merge(options: argparse.Namespace, out: Output) -> int:
     """Copies the results of other caches into this one."""
-    others = [_another(name).directory for name in options.others]
-    cache = TuningCache(_opened().directory)
+    others = [another(name).directory for name in options.others]
+    cache = TuningCache(opened().directory)
     records = []
     for other in others:
         report = cache.merge(other)
@@ -145,7 +186,7 @@ def cache_merge(options: argparse.Namespace, out: Output) -> int:
 
 def cache_export(options: argparse.Namespace, out: Output) -> int:
     """Writes results into a directory that a package can ship."""
-    cache = TuningCache(_opened().directory)
+    cache = TuningCache(opened().directory)
     with input_errors(ValueError):
         keys = cache.export(options.directory, names=options.names or None, devices=options.device)
     if not keys:
@@ -158,7 +199,7 @@ def cache_export(options: argparse.Namespace, out: Output) -> int:
 def cache_prune(options: argparse.Namespace, out: Output) -> int:
     """Removes remains; with an age, also old results."""
     age_s = None if options.older_than is None else _seconds(options.older_than)
-    store = _opened()
+    store = opened()
     names = frozenset(name for name, _ in _chosen(store, options)) if options.names or options.device else None
 
     def is_chosen(name: str, device: str | None) -> bool:
@@ -180,35 +221,6 @@ def cache_prune(options: argparse.Namespace, out: Output) -> int:
     out.line(f"{removed or 'nothing'} {verb}{kept}")
     out.json({"dry_run": options.dry_run, "results": _keys(results), "files": list(map(str, files))})
     return DONE
-
-
-def report(options: argparse.Namespace, out: Output) -> int:
-    """Writes the page."""
-    from quarantune.results import html_report
-
-    parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
-    results = [data for name, when in parts for data in _results(name, options.device, when)]
-    path = Path(options.output or f"{safe_name(results[0].result.name)}.html").absolute()
-    try:
-        html_report.write(path, results)
-    except OSError as error:
-        remedy = f"{advice(error)}, or give another file with -o"
-        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): {remedy}") from error
-    trials = sum(len(data.result.trials) for data in results)
-    out.line(f"{counted(len(results), 'result')} with {counted(trials, 'trial')} written to {path}")
-    out.json({"file": str(path), "function": results[0].result.name, "results": len(results), "trials": trials})
-    if options.open:
-        webbrowser.open(path.as_uri())
-    return DONE
-
-
-def _results(name: str, device: str | None, when: str) -> list[ResultData]:
-    is_here = not when or safe_name(name) in _opened().names()  # a function's name may contain a slash
-    directory, _, function = ("", "", name) if is_here else name.rpartition("/")
-    store = _another(directory) if directory else _opened()
-    with input_errors(ValueError):
-        found = cached_results(store.directory, function, device=device)
-    return [dataclasses.replace(data, when=when) for data in found]
 
 
 def replay(options: argparse.Namespace, out: Output) -> int:
@@ -240,7 +252,7 @@ def _directory() -> Path:
         return blocks.current().cache_dir
 
 
-def _opened() -> Store:
+def opened() -> Store:
     """Opens the cache for reading. Its directory need not exist yet."""
     directory = _directory()
     if not os.path.lexists(directory):
@@ -248,7 +260,7 @@ def _opened() -> Store:
     return _readable(directory, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
 
 
-def _another(directory: str) -> Store:
+def another(directory: str) -> Store:
     """Opens another cache for reading. Its directory must exist."""
     with input_errors(ValueError):
         blocks.settings(cache_dir=directory)  # it refuses URLs

@@ -197,7 +197,7 @@ def _compare_leaf(
     found = shortcut(output, expected, allowance) if shortcut else None
     if found is not None:
         return _describe_mismatches(found, output.shape, allowance, where, is_exact=False)
-    got, wanted = _on_host(output), _on_host(expected)
+    got, wanted = on_host(output), on_host(expected)
     is_python_number = type(output) in _NUMBER_TYPES or type(expected) in _NUMBER_TYPES
     if is_python_number:
         got, wanted = _without_dtype(got), _without_dtype(wanted)
@@ -241,7 +241,7 @@ def noise_of(leaf: Any, *, coarsest: int | None, run: Callable[..., Any] | None 
     return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
 
 
-def _on_host(leaf: Any) -> HostArray:
+def on_host(leaf: Any) -> HostArray:
     """Returns a leaf as a numpy array, and PRNG keys as their data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
@@ -504,11 +504,12 @@ class Comparer:
             if isinstance(wanted, np.ndarray) and wanted.size:
                 self(self._carried(wanted), wanted, allowance)
 
-    def expect(self, outputs: Sequence[ArrayKind]) -> None:
+    def expect(self, outputs: Sequence[ArrayKind], *others: Any) -> None:
         """Compiles the comparison of arrays with others like them: 0.2 s for each on a GPU.
 
         Args:
             outputs: the arrays.
+            *others: further functions of one array to compile.
         """
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         for output in outputs:
@@ -521,6 +522,7 @@ class Comparer:
             noise = (rounding.add_deviations, squares, like, like, three)
             _, _, block, column, *_ = jax.eval_shape(*noise)
             programs = [noise, (rounding.no_squares, like), (_judge, like, like, block, column, three)]
+            programs += [(each, like) for each in others]
             with ThreadPoolExecutor(3) as pool:  # XLA compiles without holding the interpreter's lock
                 list(pool.map(lambda work: self._compiled(*work), programs))
 

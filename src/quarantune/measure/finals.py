@@ -133,12 +133,16 @@ class Final:
             that was not needed, or without a device clock.
         observed: the observers' figures for one run of each, round by round; empty without observers.
         objective: the author's objective, which decides the rounds.
+        processes: how many rounds each process took, in the order of the samples; empty if one took all.
+        typical_ms: each finalist's median time in each process, with waits and interruptions; empty if unknown.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
     objective: Objective = TIME
+    processes: tuple[int, ...] = ()
+    typical_ms: Mapping[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -174,6 +178,27 @@ class Final:
             if any(len(each) < len(leader) and statistics.median(each) <= least_ms for each in rounds.values()):
                 raise ValueError("the finalists have different numbers of rounds")
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rounds each process took."""
+        return self.processes or (max(map(len, self.rounds_ms.values()), default=0),)
+
+    @property
+    def lasting(self) -> list[int]:
+        """The indices of the finalists that took part in every round."""
+        return [index for index, each in self.rounds_ms.items() if len(each) == sum(self.counts)]
+
+    def joined(self, other: Final) -> Final:
+        """Returns this final with the rounds that another process took of `lasting`; without, if they are uneven."""
+        if list(other.rounds_ms) != self.lasting or other.lasting != self.lasting:
+            return self
+        rounds_ms, typical_ms = (
+            {index: (*each, *more.get(index, ())) for index, each in first.items()}
+            for first, more in ((self.rounds_ms, other.rounds_ms), (self.typical_ms, other.typical_ms))
+        )
+        counts = (*self.counts, *other.counts)
+        return dataclasses.replace(self, rounds_ms=rounds_ms, processes=counts, typical_ms=typical_ms)
+
 
 def decide(
     rounds: Mapping[int, Sequence[float]],
@@ -204,24 +229,6 @@ def decide(
     if default is not None and behind.get(default, 1.0) <= _PREFERENCE:
         winner = default
     return [winner, *(index for index in tied if index not in (winner, UNTUNED))]
-
-
-def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> tuple[float, float] | None:
-    """Returns an interval of about 95% confidence for the speed-up of a winner over the defaults.
-
-    Args:
-        best_ms: the winner's samples in the final.
-        default_ms: the samples of the defaults.
-
-    Returns:
-        Its ends; None if there are too few rounds to estimate the noise.
-    """
-    ratios = _ratios(best_ms, default_ms)
-    if len(ratios) < FEW:
-        return None
-    speedup = statistics.median(default_ms) / statistics.median(best_ms)
-    error = max(NOISE_FLOOR, 2 * standard_error(ratios))
-    return speedup * max(0.0, 1 - error), speedup * (1 + error)
 
 
 def level(rounds: Mapping[int, Sequence[float]], *, floor: float = NOISE_FLOOR) -> list[int]:
@@ -350,7 +357,7 @@ def take_turns(
     *,
     floor: float = NOISE_FLOOR,
     is_exact: bool = True,
-    budget_s: float = _BUDGET_S,
+    budget_s: float | None = None,
     rep: int = _MAX_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
@@ -361,7 +368,7 @@ def take_turns(
         floor: the smallest difference that can separate two contenders, as a share.
         is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
             stands for all of them, because other processes only make rounds longer.
-        budget_s: seconds after which the rounds so far must do.
+        budget_s: seconds after which the rounds so far must do; None for more of them if other processes disturb them.
         rep: the largest number of samples of a contender. Short runs get several times as many rounds, which count
             together.
         clock: returns seconds.
@@ -399,11 +406,11 @@ def take_turns(
                 break
             folded = _folded(taken)
             is_settled = count >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (count >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
+            if is_over or (count >= ENOUGH and (is_settled or passed_s > (budget_s or _BUSY_BUDGET_S))):
                 rounds = folded
                 break
             continue
-        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
+        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > (budget_s or _BUDGET_S)):
             break
         if is_over or (count >= FEW and is_clear(marks, floor=FAR - 1)):
             break

@@ -24,6 +24,9 @@ errors: `_SIGMAS` (three) after the last round, and `_CLEAR_SIGMAS` (five) to st
 every round differ by three sooner or later (Armitage, McPherson and Rowe, Repeated Significance Tests on Accumulating
 Data, JRSS A 1969). It is a tie if more rounds would not separate them: both are within the `floor`, the difference of
 one program from itself.
+
+**Between processes**, a ratio differs by more than its rounds scatter. `intervals` has the model for it, and `BETWEEN`
+its constants.
 """
 
 from __future__ import annotations
@@ -48,6 +51,14 @@ _MEDIAN_EFFICIENCY = 1.2533
 """Ratio of a median's standard error to a mean's, for normal noise: the root of pi / 2."""
 MARGINS = {"device": 1.15, "queued": 1.5, "wall": 1.5}
 """Factor to the fastest config above which a config cannot win, by clock; the final decides between the rest."""
+BETWEEN = {"device": 0.005, "queued": 0.02, "wall": 0.06}
+"""Scatter, by clock, of the ratio of two programs' times between fresh processes, as a share. In 14 sweeps of the
+README's function on a busy CPU with two cores it was 0.08; a quiet one has less. On an H200, the median of one program
+differs by a third of a percent. The figure of a queued clock is a guess between the two."""
+TIMES_BETWEEN = {"device": 0.02, "queued": 0.05, "wall": 0.1}
+"""The same for the time of one program, which clock rates and neighbours change more than a ratio: a guess."""
+PROCESSES = {"device": 1, "queued": 3, "wall": 3}
+"""The most processes of a final, by clock: between processes, a device's own clock scatters hardly more than within."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
 """Scatter, by clock, as a share of the median, above which the machine was busy."""
 

@@ -457,6 +457,15 @@ def moved(xp: Any, array: Any, seed: Any, log_units: Any) -> Any:
     return found.view(array.dtype) if xp is np else jax.lax.bitcast_convert_type(found, array.dtype)
 
 
+def nudged(array: HostArray) -> HostArray:
+    """Returns an array with each finite element moved to the next one towards zero; faster on the host than `moved`."""
+    unsigned = np.dtype(f"uint{8 * array.dtype.itemsize}").type
+    top, view = (np.asarray(each, array.dtype).view(unsigned) for each in (_about(array.dtype).max, array))
+    size = view & (unsigned(~unsigned(0)) >> unsigned(1))  # without the sign
+    moved: HostArray = view - (size - unsigned(1) < top)  # a zero becomes the largest number
+    return moved.view(array.dtype)
+
+
 def _hashed(xp: Any, size: int, seed: Any) -> Any:
     """Returns numbers of 32 bits that look random: the finaliser of MurmurHash3 of their places."""
     found = xp.arange(size, dtype=xp.uint32) * xp.asarray(2654435761, xp.uint32) + xp.asarray(seed, xp.uint32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import hashlib
 import html
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,7 +28,7 @@ from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_t
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
-    *("map", "effects", "parallel", "table", "shapes", "main"),
+    *("map", "effects", "bits", "parallel", "table", "shapes", "main", "live"),
 ]
 """The parts of the page's program, each after the parts that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
@@ -34,7 +36,7 @@ _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render(results: Sequence[ResultData]) -> str:
+def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> str:
     """Returns the report on some problems of one function as one self-contained HTML page.
 
     The page needs no network, and its content policy forbids it. Texts of configs, messages and logs reach it as JSON,
@@ -42,17 +44,25 @@ def render(results: Sequence[ResultData]) -> str:
 
     Args:
         results: at least one problem.
+        reload_s: seconds after which the page loads itself again, because the file is written again; None for a page
+            that stays as it is.
 
     Raises:
         ValueError: `results` is empty.
     """
     if not results:
         raise ValueError("there is no result to report on: give at least one")
-    data = page_data(results)
+    written_s = time.time()
+    data = page_data(results) | ({} if reload_s is None else {"reloadS": reload_s, "writtenS": written_s})
+    state = state_of(results)
     parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{parts}}})();\n'
     slots = {
-        "title": html.escape(f"{data['title']} · tuning report"),
+        "title": html.escape(" · ".join(filter(None, (state, data["title"], "tuning report")))),
+        "state": html.escape(f" · {state}" if state else ""),
+        "reload": ""
+        if reload_s is None
+        else f'<noscript><meta http-equiv="refresh" content="{reload_s:g}"></noscript>',
         "summary": html.escape(_in_words(data)),
         "style": _read("page.css"),
         "script": script,
@@ -62,14 +72,22 @@ def render(results: Sequence[ResultData]) -> str:
     return _SLOT.sub(lambda match: slots[match[1]], _read("page.html"))
 
 
-def write(path: str | os.PathLike[str], results: Sequence[ResultData]) -> None:
-    """Writes the report on some problems of one function into a file.
+def write(path: str | os.PathLike[str], results: Sequence[ResultData], *, reload_s: float | None = None) -> None:
+    """Writes the report on some problems of one function into a file, for `reload_s` see `render`.
 
     Raises:
         ValueError: `results` is empty.
         OSError: the file cannot be written; an earlier one is unchanged.
     """
-    saved_files.write(path, render(results).encode())
+    saved_files.write(path, render(results, reload_s=reload_s).encode())
+
+
+def state_of(results: Sequence[ResultData]) -> str:
+    """Returns what became of sweeps without a result, for a page's title; empty if all have one."""
+    states = collections.Counter(data.state for data in results if data.state)
+    if len(results) == 1 and states:
+        return ": ".join(filter(None, (results[0].state, results[0].progress)))
+    return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def _embedded(data: JsonObject) -> str:
@@ -82,8 +100,10 @@ def _in_words(data: JsonObject) -> str:
     """Returns the choices in words, for browsers that run no scripts."""
     parts = []
     for problem in data["problems"]:
-        time = "" if problem["bestMs"] is None else f", {problem['bestMs']:g} ms"
-        parts.append(f"{problem['label']}: {problem['bestText']}{time}")
+        best = "" if problem["bestMs"] is None else f", {problem['bestMs']:g} ms"
+        so_far = f" ({problem['state']}: {problem['progress']})" if problem["state"] else ""
+        choice = problem["bestText"] or "no config has worked"
+        parts.append(f"{problem['label']}: {choice}{best}{so_far}")
     return "; ".join(parts)
 
 
@@ -150,7 +170,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
     own = None if result.default_config is None else text_of(result.default_config)
-    is_by_time = ranked_by(result.findings) == TIME
+    is_by_time, bits = ranked_by(result.findings) == TIME, result.bits()
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
@@ -158,14 +178,14 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "when": data.when,
         "device": _label(result.device),
         "size": call_size(data.key_values),
-        "best": places.get(text_of(result.best_config)),
+        "best": places.get(text_of(result.best_config)) if result.has_winner else None,
         "choice": [[_label(name), _label(format_value(value))] for name, value in _flat(result.best_config).items()],
-        "bestText": _label(format_config(result.best_config)) or "the only config",
+        "bestText": (_label(format_config(result.best_config)) or "the only config") if result.has_winner else "",
         "why": printable(report.why_best(trials, result)),
         "bestMs": _rounded(result.time_ms),
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
-        "defaultsWin": own == text_of(result.best_config),
+        "defaultsWin": result.has_winner and own == text_of(result.best_config),
         "compared": result.findings.compared if is_by_time else result.findings.text(),
         "interval": interval_text(result.speedup_interval if is_by_time else None),
         "tie": _places(result.tie, places),
@@ -180,7 +200,11 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "created": _label(result.created),
         "commit": _label(result.commit),
         "note": printable(" ".join(notes)),
+        "state": data.state,
+        "progress": data.progress,
         "peaks": _peaks(data),
+        "bits": [[_label(each.name), each.differ, each.pairs] for each in bits.tunables if each.pairs],
+        "bitsFinding": printable("; ".join(bits.lines).removeprefix("bits: ")),
         "pareto": _places([trial.config for trial in result.pareto()], places),
         "figures": [[name, *about] for name, (*about, _) in report.beside_time(trials).items()],
         "tunables": (columns := _columns(trials))[0],
@@ -261,6 +285,8 @@ def _encoded(
         "log": [_index(texts, trial.log_tail) for trial in trials],
         "device": [_index(texts, trial.device) for trial in trials],
         "clock": [trial.clock for trial in trials],
+        "bits": [trial.bits or "" for trial in trials],
+        "batch": [trial.batch or "" for trial in trials],
         "samples": _kept_samples(trials, samples_left, finalists),
         "ended": ended_s,
         "paused": paused_s,

@@ -34,7 +34,7 @@ _logger = logging.getLogger("quarantune")
 _STATES = {Phase.LOAD: "compiling", Phase.COMPILE: "compiling", READY: "ready"}
 """The states of configs by phase; in any other phase a config is measuring."""
 _VERBS = {Phase.LOAD: "loads", Phase.COMPILE: "compiles", Phase.CHECK: "is checked", Phase.MEASURE: "is measured"}
-_MOST_RUNNING = 8
+_MOST_RUNNING, _MOST_NAMED = 8, 3
 _FEWEST_FOR_ESTIMATE = 3
 
 
@@ -185,11 +185,7 @@ class Progress:
         """Returns the progress as it is now."""
         with self._lock:
             running, trials, now = dict(self._running), list(self._trials), self.clock()
-        begun = sum(index >= 0 for index in running)  # the untuned function is not a config
-        states = collections.Counter(_STATES.get(phase, "measuring") for phase, _ in running.values())
-        states["waiting"] = 0 if self._is_bound else max(0, self.total - len(trials) - begun)
-        shown_states = [state for state in ("waiting", "compiling", "ready", "measuring") if states[state]]
-        flow = ", ".join(f"{states[state]:,} {state}" for state in shown_states)
+        begun, states, flow = self._flow(running, len(trials))
         if self._is_bound:
             done = f"{len(trials) + begun:,} asked of at most {self.total:,}, {len(trials):,} done"
         else:
@@ -210,6 +206,31 @@ class Progress:
             counts=f"{done}{f' ({counts})' if counts else ''}" if self.total else "",
             more=[line for line in more if line],
         )
+
+    def doing(self) -> str:
+        """Returns what the sweep does now, without times: the numbers of configs by state, and those that run."""
+        with self._lock:
+            running, done = dict(self._running), len(self._trials)
+        flow = self._notice or (self._flow(running, done)[2] if running else self._before_or_after(done))
+        names = [
+            f"{self._name_of(index)} {_VERBS.get(Phase(phase), phase)}"
+            for index, (phase, _) in sorted(running.items(), key=lambda item: item[1][1])
+            if phase != READY
+        ]
+        return "; ".join(filter(None, [flow, *names[:_MOST_NAMED]]))
+
+    def _flow(self, running: dict[int, tuple[str, float]], done: int) -> tuple[int, collections.Counter[str], str]:
+        """Returns the number of configs that have begun, the numbers by state, and these as text."""
+        begun = sum(index >= 0 for index in running)  # the untuned function is not a config
+        states = collections.Counter(_STATES.get(phase, "measuring") for phase, _ in running.values())
+        states["waiting"] = 0 if self._is_bound else max(0, self.total - done - begun)
+        shown_states = [state for state in ("waiting", "compiling", "ready", "measuring") if states[state]]
+        return begun, states, ", ".join(f"{states[state]:,} {state}" for state in shown_states)
+
+    def _name_of(self, index: int) -> str:
+        if index < 0:
+            return "the untuned function"
+        return f"config {index}" if self.config_of is None else format_config(self.config_of(index))
 
     def _interrupted(self) -> str:
         if self._notice:
@@ -236,11 +257,7 @@ class Progress:
         parts = []
         for index, (phase, since) in sorted(running.items(), key=lambda item: item[1][1])[:_MOST_RUNNING]:
             if phase != READY:
-                if index < 0:
-                    name = "the untuned function"
-                else:
-                    name = f"config {index}" if self.config_of is None else format_config(self.config_of(index))
-                parts.append(f"{name} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")
+                parts.append(f"{self._name_of(index)} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")
         return f"now: {'; '.join(parts)}" if parts else ""
 
     def _to_go(self, gone_s: float, done: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.measure import finals, observing
+from quarantune.measure import observing
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
@@ -129,6 +129,9 @@ def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, 
         figures[_COMPILE_HEADING] = [_number(trial.compile_s, form=".2f") for trial in trials]
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
         figures["device MiB"] = [_number(trial.device_memory_bytes or None, 1 << 20) for trial in trials]
+    for name in ("bits", "batch"):
+        if len({getattr(trial, name) for trial in trials} - {None}) > 1:
+            figures[name] = [getattr(trial, name) or "" for trial in trials]
     for heading, amount in (("TFLOP/s", flops and flops / 1e12), ("GB/s", moved_bytes and moved_bytes / 1e9)):
         if amount is not None:
             times = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]
@@ -310,8 +313,9 @@ def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
         if len(timed.samples_ms) < len(best.samples_ms):
             rounds = f"{len(timed.samples_ms)} of the {len(best.samples_ms)} rounds of the final"
             notes.append(f"{result.default_label} are far behind, so they took part in {rounds}")
-        if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
-            notes.append(f"speed-up of *: {interval_text(interval)}, within the noise of the final")
+        if interval := result.speedup_interval:
+            notes.append(f"speed-up of *: {interval_text(interval)} in 95 of 100 later runs")
+    notes += result.bits().lines
     if any(trial.is_ruled_out for trial in trials):
         notes.append("cheap ms: the time of a cheaply compiled program, to find the configs that may win")
     if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
@@ -395,6 +399,8 @@ def _fields(trial: Trial, result: PlainResult) -> Row:
         **own("samples_ms", "own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
         "flops": (trial.figures or NO_FIGURES).flops,
         "moved_bytes": (trial.figures or NO_FIGURES).moved_bytes,
+        "bits": trial.bits,
+        "batch": trial.batch,
         **own("device", "clock", "route", "ended_s", "message", "log_tail"),
     }
 

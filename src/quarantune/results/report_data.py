@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
+from quarantune.results.bits_report import BitsReport, bits_of
 from quarantune.values.codec import IN_MEMORY, Record, equal, frozen
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 from quarantune.values.trial import (
+    SAME,
     SCORES,
     Counts,
     Findings,
@@ -58,6 +60,7 @@ class PlainResult(Record):
 
     Attributes:
         default_label: a name for the defaults in tables.
+        has_winner: whether `best_config` is a choice; False if no config has worked yet.
     """
 
     # In the order of the JSON file of a saved result.
@@ -87,6 +90,7 @@ class PlainResult(Record):
     calls: tuple[CallShare, ...] = ()
     by: str = ""
     default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)
+    has_winner: bool = dataclasses.field(default=True, metadata=IN_MEMORY)
 
     @classmethod
     def of(cls, findings: Findings, **fields: Any) -> Self:
@@ -112,7 +116,7 @@ class PlainResult(Record):
 
     def is_best(self, trial: Trial) -> bool:
         """Whether a trial is the winner's."""
-        return equal(trial.config, self.best_config)
+        return self.has_winner and equal(trial.config, self.best_config)
 
     def is_tie(self, trial: Trial) -> bool:
         """Whether a trial's config ties with the winner."""
@@ -121,6 +125,17 @@ class PlainResult(Record):
     def is_default(self, trial: Trial) -> bool:
         """Whether a trial ran the function's own defaults."""
         return equal(trial.config, self.default_config)
+
+    def bits(self) -> BitsReport:
+        """Returns which tunables change the bits of the output, and what the bits of the defaults' output cost.
+
+        A result from the cache has no trials, so that nothing is known of them; see `TuningResult.with_trials`.
+        """
+        own = next(filter(self.is_default, [*self.trials, *self.finalists]), None)
+        if own is None and self.default_config is not None and any(trial.bits for trial in self.trials):
+            own = Trial(config=self.default_config, outcome=Outcome.OK, time_ms=self.default_time_ms, bits=SAME)
+        best = next(filter(self.is_best, self.trials), own)
+        return bits_of(self.trials, best=best, defaults=own, is_whole=self.seen in (None, self.space_size))
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.
@@ -149,9 +164,13 @@ class ResultData:
         key_values: the description of the call, as in an entry of the cache.
         note: a sentence on the origin of the data; may be empty.
         when: `before` or `after` in a comparison of two results; else empty.
+        state: `running`, `interrupted` or `failed` for a sweep without a result; else empty.
+        progress: how far such a sweep has come, such as `20 of 40 configs`.
     """
 
     result: PlainResult
     key_values: Any
     note: str = ""
     when: str = ""
+    state: str = ""
+    progress: str = ""

@@ -66,7 +66,7 @@ class TuningResult(PlainResult):
         default_config: the function's own defaults, listed as a config or not; None if it cannot run with them.
         default_time_ms: the time of the function with its own defaults, in milliseconds.
         default_score: their value by the author's objective.
-        speedup_interval: the least and the largest speed-up that the noise of the final allows.
+        speedup_interval: the least and the largest speed-up of 95 of 100 later runs.
 
     The search:
 

@@ -15,6 +15,8 @@ from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.trial import (
     ArrayKind,
+    Batch,
+    Bits,
     ClockName,
     CompilerFigures,
     CompileTarget,
@@ -142,6 +144,7 @@ class Measure(Task):
         references: the number of outputs to compare with.
         standard: the position of the output that is right; None if unknown.
         keeps: whether to keep an output that differs from all of them.
+        saves: whether the worker saves the executable even if the config turns out slow, for the final.
         ranks: whether the time only ranks the config: nothing judges its output, and few samples suffice.
     """
 
@@ -155,6 +158,7 @@ class Measure(Task):
     references: int = 0
     standard: int | None = None
     keeps: bool = False
+    saves: bool = False
     ranks: bool = False
 
 
@@ -183,9 +187,15 @@ class Finalist:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(Task):
-    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists."""
+    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists.
+
+    Attributes:
+        entries: the configs.
+        budget_s: seconds after which a few rounds must do; None for the usual time of a final.
+    """
 
     entries: tuple[Finalist, ...]
+    budget_s: _Duration | None = None
 
 
 TASKS = (Probe, Prepare, Expect, Compile, CompileAlone, Proceed, Measure, ComputeReference, Compare)
@@ -210,11 +220,19 @@ class Judgement:
         noise: the RMS by which the kept output moves when its inputs do, relative to the output's RMS; None if not
             measured.
         wrong: one sentence on how the output, or a gradient, is wrong; None if both are right.
+        bits: how its bits compare with those of the defaults' output; None if unknown.
+        digest: see `Trial`, like the next.
+        batch: whether half of the batch has the bits of the whole.
+        is_harmless: whether it is wrong for its bits alone, so that its worker may take another config.
     """
 
     group: int | None = None
     noise: float | None = None
     wrong: str | None = None
+    bits: Bits | None = None
+    digest: str = ""
+    batch: Batch | None = None
+    is_harmless: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -336,6 +354,7 @@ class Measurement:
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
         observed: the figures of observers.
+        is_unstable: whether the bits of its output differ between its runs.
     """
 
     samples_ms: Samples
@@ -344,6 +363,7 @@ class Measurement:
     is_slow: bool
     clock: ClockName
     observed: Observed = dataclasses.field(default_factory=dict)
+    is_unstable: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,11 +391,13 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for finalists that are far behind.
+        typical_ms: the median time of each, with waits and interruptions.
         observed: for each round, the observers' figures for each finalist; empty without observers.
     """
 
     rounds_ms: tuple[Samples, ...]
     warm_ms: tuple[tuple[Milliseconds, ...], ...]
+    typical_ms: tuple[Milliseconds, ...] = ()
     observed: tuple[tuple[Observed, ...], ...] = ()
 
 

@@ -263,6 +263,7 @@ class Jobs:
             log_tail=_informative_part(log),
             route=job.route or self._label,
             device="" if worker is None or worker.device is None else worker.device.device.name,
+            **job.found,
             **times,
         )
         trial = scored(trial.with_observed(observed or {}), self._plan.objective)
@@ -324,6 +325,8 @@ class Jobs:
         self._first_with = {program: first for program, first in self._first_with.items() if first not in jobs}
 
     def _add(self, jobs: Sequence[Job]) -> None:
+        for job in jobs if self._plan.runs_all else ():
+            job.must_run()
         self.begun.extend(jobs)
         self.pending.extend(jobs)
         self._defaults_left |= {job.index for job in jobs if self._reference.is_default(job.index)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
@@ -35,6 +35,9 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome
 
 _logger = logging.getLogger("quarantune")
+
+_ROUNDS_SHARE = 0.3
+"""Share of the time for a further comparison that its rounds may take; the rest is for its worker to start and load."""
 
 
 class Scheduler:
@@ -165,18 +168,26 @@ class Scheduler:
         Returns:
             The result; empty if the comparison failed.
         """
-        kept = [self._run.fastest.kept_fd(index) for index in configs]
-        entries = tuple(
-            Finalist(config=as_json(config), saved=fd is not None, index=index)
-            for (index, config), fd in zip(configs.items(), kept, strict=True)
-        )
-        task = Compare(entries=entries, last=True)
         try:
-            reply = self._compared(task, [fd for fd in kept if fd is not None])
-            rounds = reply.rounds_ms, reply.warm_ms, reply.observed
-            return finals.Final.of(configs, *rounds, objective=self._run.plan.objective)
+            return self._compared(configs)
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
+            return finals.Final()
+
+    def compare_again(self, configs: Mapping[int, Config], ends_at: float) -> finals.Final:
+        """Times finalists in turn in one further worker, which is killed if it takes too long.
+
+        Args:
+            configs: the configs by index.
+            ends_at: when to stop, by the scheduler's clock.
+
+        Returns:
+            The result; empty without one in time.
+        """
+        try:
+            return self._compared(configs, ends_at)
+        except ValueError as error:
+            _logger.info("the finalists were not compared in a further process: %s", error)
             return finals.Final()
 
     def free_devices(self) -> None:
@@ -193,33 +204,55 @@ class Scheduler:
         self._run.workers.finish_all()
         self._run.fastest.close()
 
-    def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
-        """Makes a worker compare the finalists, and returns its reply; if the worker dies, another tries once.
+    def _compared(self, configs: Mapping[int, Config], ends_at: float | None = None) -> finals.Final:
+        """Makes a worker compare configs; if the worker dies, and nothing ends the comparison, another tries once.
 
         Raises:
             ValueError: the comparison failed.
         """
         run = self._run
-        seconds = len(task.entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
+        kept = [run.fastest.kept_fd(index) for index in configs]
+        entries = tuple(
+            Finalist(config=as_json(config), saved=fd is not None, index=index)
+            for (index, config), fd in zip(configs.items(), kept, strict=True)
+        )
+        fds = [fd for fd in kept if fd is not None]
+        budget_s = None if ends_at is None else max(0.0, _ROUNDS_SHARE * (ends_at - self._clock()))
+        task = Compare(entries=entries, budget_s=budget_s, last=True)
+        seconds = len(entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
         tries = 0
         while run.devices:
             tries, device = tries + 1, run.devices[0]
             self._stops.begin()
             try:
                 while (worker := start_on(run, device, task, fds, seconds)) is None:
+                    self._check_time(ends_at)
                     self._step(TICK_S)
                 # A process with a device takes a third of a second to die after its reply.
                 while not isinstance(worker.reply, Compared) and run.workers.get(worker.number) is not None:
-                    self._step(None)
+                    if self._is_late(ends_at):
+                        run.workers.retire(worker)
+                    self._step(None if ends_at is None else TICK_S)
             finally:
                 for each in run.devices:
                     each.lease.release()
-            if isinstance(worker.reply, Compared):
-                return worker.reply
+            if isinstance(reply := worker.reply, Compared):
+                rounds = reply.rounds_ms, reply.warm_ms, reply.observed
+                typical_ms = {index: (ms,) for index, ms in zip(configs, reply.typical_ms, strict=False)}
+                return finals.Final.of(configs, *rounds, typical_ms=typical_ms, objective=run.plan.objective)
+            self._check_time(ends_at)
             assert worker.verdict is not None
-            if not may_be_repeated(run, worker.verdict, tries):
+            if ends_at is not None or not may_be_repeated(run, worker.verdict, tries):
                 raise ValueError(f"{worker.verdict.outcome.value}: {worker.verdict.message}")
         raise ValueError("no device is left")
+
+    def _is_late(self, ends_at: float | None) -> bool:
+        return ends_at is not None and self._clock() >= ends_at
+
+    def _check_time(self, ends_at: float | None) -> None:
+        """Raises ValueError if the time is over."""
+        if self._is_late(ends_at):
+            raise ValueError("it would have taken too long")
 
     def _start_workers(self) -> None:
         """Starts all tasks that may start now."""

@@ -193,6 +193,7 @@ class Plan:
         proof: compares the program of one config with the caller's.
         objective: the author's objective, which ranks trials.
         recall: the trials of earlier sweeps, by program.
+        runs_all: whether each config runs, even one whose program another config has run.
     """
 
     devices: tuple[Device, ...]
@@ -204,6 +205,7 @@ class Plan:
     proof: Proof = dataclasses.field(default_factory=Proof)
     objective: Objective = TIME
     recall: Recall = dataclasses.field(default_factory=Recall)
+    runs_all: bool = False
 
     def ranking(self) -> Plan:
         """Returns the plan of a run that only ranks configs."""

@@ -15,7 +15,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.scheduler.plan import Finish
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
+from quarantune.values.trial import SAME, UNTUNED, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
 """Largest number of different outputs to keep while the right one is unknown."""
@@ -33,6 +33,7 @@ class Reference:
         compares: whether to compare the configs' outputs with each other.
         is_awaited: whether the defaults must run before any other config does.
         is_coming: whether a worker must compute the output of `ref_fn` before any comparison.
+        is_exact: whether configs may win only with the bits of the defaults' output.
         noise: the RMS of the first kept output's change when its inputs move, relative to the output's RMS.
     """
 
@@ -45,12 +46,13 @@ class Reference:
             compares: whether to compare the configs' outputs with each other, and not only with the output of `give`.
             default: the index under which the function's defaults run; None if the function has none.
             is_first: whether all other configs wait for the defaults before any comparison.
-            calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise alone.
+            calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise or bits.
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
         self.compares = compares
         self.is_coming = False
+        self.is_exact = False
         self.noise: float | None = None
         self._is_given = False
         self._calibrates = calibrates
@@ -152,6 +154,18 @@ class Reference:
             self.is_awaited = False
             self._default_end = end or self._default_end
 
+    def why_refused(self, index: int, bits: str | None) -> str:
+        """Returns why a config may not win whatever its output is; empty if it may.
+
+        Args:
+            index: the config's index.
+            bits: the bits of its output.
+        """
+        if not self.is_exact or bits == SAME or self.is_default(index):
+            return ""
+        why = "no output of the defaults to compare its bits with" if bits is None else "its own repeated runs differ"
+        return f"{why} (numerics='bitwise')"
+
     # In the end
 
     def hold(self, finish: Finish, on_untuned: Callable[[Trial], None] = lambda trial: None) -> Finish:
@@ -197,7 +211,7 @@ class Reference:
             measured: the configs' trials by index.
             default: the index of the config that equals the defaults; None if no config does.
         """
-        trials = dict(measured)
+        trials = {index: trial for index, trial in measured.items() if not self.why_refused(index, trial.bits)}
         if self.untuned is not None and finals.default_among(measured, default) == UNTUNED:
             trials[UNTUNED] = self.untuned
         return {index: trials[index].config for index in finals.in_final(trials, default)}

@@ -15,7 +15,7 @@ from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.verdicts import raised, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase, lowered_half
+from quarantune.values.trial import READY, SAME, UNSTABLE, Outcome, Phase, lowered_half
 
 _logger = logging.getLogger("quarantune")
 
@@ -58,8 +58,10 @@ class Replies:
         worker.heard(reply.phase)
         job, device, state = worker.job, worker.device, worker.state
         if job is not None and isinstance(reply, messages.Judged) and reply.judgement is not None:
-            group, noise = reply.judgement.group, reply.judgement.noise
-            self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
+            judged, reference = reply.judgement, self._run.reference
+            reference.note(job.index, judged.group, offered=worker.offered, fd=worker.output_fd, noise=judged.noise)
+            bits = SAME if judged.digest and reference.is_default(job.index) else judged.bits
+            job.judged(bits=bits, digest=judged.digest, batch=judged.batch)
             worker.close_output()
         match reply:
             case messages.PhaseEntered():
@@ -144,6 +146,12 @@ class Replies:
 
     def _on_measured(self, worker: Worker, job: Job, reply: messages.Measured) -> None:
         run, fastest = self._run, self._run.fastest
+        if reply.is_unstable:
+            job.judged(bits=UNSTABLE)
+        if why := run.reference.why_refused(job.index, job.found.get("bits")):
+            run.jobs.finish(job, worker, WorkerVerdict(Outcome.WRONG, why), Phase.MEASURE)
+            self._route.free(worker)
+            return
         if reply.cpu_ms:
             fastest.disturbance.add(reply.cpu_ms, min(reply.cpu_ms))
         if job.first_run is not None and not job.was_disturbed:
@@ -189,7 +197,8 @@ class Replies:
             self._note_compile_time(worker, job)
             may_compile = worker.is_compiling and run.numbers.compiles_per_worker > 1
             is_reused = may_compile or worker.state is WorkerState.MEASURING
-            is_its_own = run.jobs.fails_by_itself(job, worker, verdict.outcome)
+            # A worker goes on after a wrong output if only its bits are wrong.
+            is_its_own = verdict.outcome is Outcome.WRONG or run.jobs.fails_by_itself(job, worker, verdict.outcome)
             if reply.goes_on and is_reused and is_its_own and not shortages.lacks_processes(verdict.message):
                 run.jobs.finish(job, worker, verdict, worker.phase)
                 self._route.free(worker)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
@@ -112,6 +113,7 @@ class Job:
         held_s: seconds that it held a device before.
         route: its route; None if it takes the plan's route.
         runs: whether it runs although an earlier sweep has a trial of its program.
+        found: fields of its trial on the bits of its output: `bits`, `digest` and `batch`.
         end: its trial and its output, which jobs with the same program share; None until they are known.
     """
 
@@ -137,6 +139,7 @@ class Job:
     held_s: float = 0.0
     route: Route | None = None
     runs: bool = False
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     end: tuple[Trial, str] | None = None
 
     @property
@@ -167,6 +170,10 @@ class Job:
         """Records its first run, which was long enough to be informative."""
         self.first_run = (run_ms, cpu_ms)
         self.was_disturbed |= is_disturbed
+
+    def judged(self, **found: Any) -> None:
+        """Records what is known of the bits of its output."""
+        self.found = {**self.found, **found}
 
     def held_device(self, seconds: float) -> None:
         """Adds the seconds that it held a device, which it gives back."""

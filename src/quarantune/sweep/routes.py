@@ -8,7 +8,9 @@ import itertools
 import logging
 import math
 import os
+import statistics
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -18,6 +20,7 @@ from quarantune.host import machine
 from quarantune.host.interruptions import Stops
 from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.measure import finals
+from quarantune.measure.model import ENOUGH, PROCESSES
 from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.workforce import Workforce
 from quarantune.scheduler.fastest import Fastest
@@ -40,10 +43,17 @@ from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.options import AUTO
+from quarantune.values.options import AUTO, BITWISE
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
+
+_REPEATED_SHARE = 0.15
+"""Share of a sweep's time that the repetitions of its final may add."""
+_START_S = 0.15
+"""Seconds that a fresh worker takes to start and to load the finalists on an idle CPU."""
+_LEAST_ROUNDS = ENOUGH + 2
+"""Runs of each finalist in a repetition: for a check, to warm up, and for the least rounds."""
 
 _unfit = weakref.WeakValueDictionary[tuple[Route, int], Callable[..., object]]()
 """Functions of earlier sweeps of this process, none of whose configs could take a route, by route and identity."""
@@ -76,6 +86,7 @@ class Routes:
             is_spread: whether one trial needs several devices.
             stops: notices when this process is stopped.
         """
+        self._began = time.monotonic()
         self._workforce = workforce
         self._stops = stops
         self._request = request
@@ -112,6 +123,7 @@ class Routes:
             return Swept()
         with self._schedulers:
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
+            self._reference.is_exact = self._request.options.numerics == BITWISE
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
             self._reference.is_coming = needs_ref_fn and bool(configs)
@@ -141,7 +153,31 @@ class Routes:
         last = self._opened[-1] if self._opened else self._new_scheduler([*self._with_device(1, NOTHING_MORE)][-1])
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
-        return comparing.compare(contenders)
+        return self._repeated(comparing.compare(contenders), contenders, known, comparing)
+
+    def _repeated(
+        self,
+        final: finals.Final,
+        contenders: Mapping[int, Config],
+        known: Mapping[int, Trial],
+        comparing: Scheduler,
+    ) -> finals.Final:
+        """Repeats a final in fresh processes while the time allows: processes differ by more than rounds scatter."""
+        lasting = {index: contenders[index] for index in final.lasting}
+        most = self._most_processes({known[index].clock or "wall" for index in lasting})
+        round_s = sum(statistics.median(final.rounds_ms[index]) for index in lasting) / 1e3
+        now = time.monotonic()
+        ends_at = now + _REPEATED_SHARE * (now - self._began)
+        while len(lasting) > 1 and len(final.counts) < most and now + _START_S + _LEAST_ROUNDS * round_s < ends_at:
+            further = comparing.compare_again(lasting, ends_at)
+            if not further.rounds_ms:
+                break
+            final, now = final.joined(further), time.monotonic()
+        return final
+
+    def _most_processes(self, clocks: Collection[str]) -> int:
+        """Returns how many processes the final may have with these clocks."""
+        return max((PROCESSES[clock] for clock in clocks), default=1) if self._request.options.is_by_time else 1
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox and returns whether the function has loaded. If not, every config has failed."""
@@ -295,6 +331,8 @@ class Routes:
             proof=self._proof,
             objective=request.options.objective,
             recall=request.recall,
+            # Configs with one program may have different programs for half of the batch.
+            runs_all=request.options.check_batch is not None,
         )
 
     def _reference_for(
@@ -344,6 +382,9 @@ class RoutesHere(Routes):
 
     def _holds_devices(self) -> bool:
         return True
+
+    def _most_processes(self, clocks: Collection[str]) -> int:
+        return 1  # there is no other
 
     def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
         troubled = self._request.troubled

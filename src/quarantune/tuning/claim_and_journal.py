@@ -12,10 +12,11 @@ from pathlib import Path
 
 from quarantune import device_table
 from quarantune.answers.answer import Answer, Situation
-from quarantune.cache import claims, journal, problems
+from quarantune.cache import claims, journal, problems, sweeps
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.cache.problems import CacheWriteError
+from quarantune.cache.sweeps import Beginning, Ending, Moment, SweepState
 from quarantune.calls.key import KeyedCall
 from quarantune.functions import versions
 from quarantune.scheduler.recall import Recall, comparable
@@ -38,6 +39,8 @@ from quarantune.values.trial import (
 
 _HEARTBEAT_S = 1.0
 """Seconds between two refreshes of a tuning job's claim."""
+_STEP_S = 2.0
+"""Seconds between two records of what a sweep does, which grow its log by some 100 bytes each."""
 _WORST_CASE_S = 60.0
 """Seconds without a refresh after which a tuning job counts as stopped, or its host as gone."""
 _WAIT_MESSAGE_S = 5.0
@@ -73,6 +76,8 @@ class ClaimAndJournal:
         self._directory = settings.cache_dir
         self._journal = Journal(settings.cache_dir, *call.id)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
+        self._readable = call.readable
+        self._sweeps = sweeps.log(settings.cache_dir, *call.id)
         self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
         described = [each for each in call.values.values() if isinstance(each, dict)]
         arrays = sorted(canonical_json(each) for each in described if "shape" in each or each.get("leaves"))
@@ -84,6 +89,8 @@ class ClaimAndJournal:
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
+        self._doing: Callable[[], str] = str
+        self._said, self._said_at = "", -math.inf
 
     def claim(
         self,
@@ -147,6 +154,56 @@ class ClaimAndJournal:
         if self._claim is not None and now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S
             self._claim.refresh()
+            if now - self._said_at >= _STEP_S and (step := self._doing()) != self._said:
+                self._said, self._said_at = step, now
+                with self.saving():
+                    self._sweeps.append(Moment(now=step).to_json())
+
+    def begin(
+        self,
+        *,
+        total: int | None = None,
+        is_bound: bool = False,
+        settled: int = 0,
+        default: Config | None = None,
+        doing: Callable[[], str] = str,
+    ) -> None:
+        """Records for other processes that the sweep begins.
+
+        Args:
+            total: the number of configs to settle; None if unknown.
+            is_bound: whether the total is only an upper limit of a search.
+            settled: the number of configs that are settled already.
+            default: the function's own defaults; None if it cannot run with them.
+            doing: returns what the sweep does now, as text.
+        """
+        self._doing = doing
+        if self.directory is None:
+            return
+        about = Beginning(
+            **self._id._asdict(),
+            call=self._readable,
+            total=total,
+            is_bound=is_bound,
+            settled=settled,
+            default=None if default is None else as_json(default),
+            versions=versions.versions(),
+            began_s=time.time(),
+        )
+        with self.saving():
+            self._sweeps.discard()  # it holds the latest sweep only
+            self._sweeps.append({"sweep": about.to_json()})
+
+    def end(self, state: SweepState, trials: Sequence[Trial] = ()) -> None:
+        """Records for other processes how the sweep ended.
+
+        Args:
+            state: what became of it.
+            trials: the trials of a sweep whose configs all failed.
+        """
+        if self.directory is not None:
+            with self.saving():
+                self._sweeps.append(Ending(ended=state, trials=tuple(trials)).to_json())
 
     def leave_failure(self, terms: JsonObject, trials: Sequence[Trial]) -> None:
         """Leaves the failure of all configs for waiting jobs, if this job has the claim, and discards the journal.
@@ -239,6 +296,8 @@ class ClaimAndJournal:
         """Removes all records of the key if a sweep ends because its workers had another program."""
         if kind is DifferentProgramError:
             self.discard(with_failures=True)
+            with self.saving():
+                self._sweeps.discard()
 
     def append(
         self, trial: Trial, *, reference: str | None, was_troubled: bool = False, is_untuned: bool = False
@@ -300,6 +359,7 @@ class ClaimAndJournal:
                     "default": None if default is None else as_json(default),
                 }
             )
+        self.end(SweepState.DONE)
 
     def troubled(self, configs: Space) -> set[int]:
         """Returns the configs that crashed or hung for this function on this device, whatever the shapes.

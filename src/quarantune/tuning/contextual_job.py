@@ -15,6 +15,7 @@ from typing import Any
 from quarantune.answers.answer import Answer
 from quarantune.cache import problems
 from quarantune.cache.entry_file import Entry
+from quarantune.cache.sweeps import SweepState
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.rebuilt import described_arguments
 from quarantune.engine.place import place_of
@@ -35,7 +36,7 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.tuning.job import TuningJob
-from quarantune.tuning.outcome import call_result, findings_now
+from quarantune.tuning.outcome import call_result, failed_sweep, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.options import SURROGATE, Options
@@ -112,7 +113,13 @@ class ContextualJob(TuningJob):
             if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job")
                 return self._result_of(answer)
-            result = self._tune_kernels()
+            self._records.begin()
+            try:
+                result = self._tune_kernels()
+            except TuningFailedError as error:
+                self._records.end(SweepState.FAILED, error.trials)
+                raise
+            self._records.end(SweepState.DONE)
             was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
             progress.end(f"{result.time_ms:.4g} ms with {result.config_text}{was}; {self._records.saved}")
             return result
@@ -303,7 +310,8 @@ class ContextualJob(TuningJob):
             _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.is_usable for trial in trials.values()):
             ordered = [trials[index] for index in sorted(trials)]
-            raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.key)
+            message, sweep = report.failure_message(label, ordered), failed_sweep(self._keyed, ordered)
+            raise TuningFailedError(message, trials=ordered, key=self._key.key, sweep=sweep)
         settled, (winner, *tie) = finals.conclude(trials, swept.final, default=0)
         slots = self._slots(request, swept, winner, texts[winner], runner)
         return _Step(
@@ -487,6 +495,10 @@ class ContextualFunction(TunedFunction):
                 f"{self.name}: time_grad has to jit the function again to differentiate it, but jax.jit was given "
                 f"{bound}, which would be lost: leave one or the other out"
             )
+
+    def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> ContextualFunction:
+        """Returns the function with other options; its only config stays."""
+        return ContextualFunction(self.fn, options)
 
     @property
     def compiled_fn(self) -> Any:

@@ -15,14 +15,17 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
 from quarantune.cache.entry_file import Entry
+from quarantune.cache.sweeps import SweepState
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
+from quarantune.functions import batch
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
-from quarantune.measure import finals, model
+from quarantune.measure import finals, intervals, model
 from quarantune.results import report
+from quarantune.results.bits_report import exact_winner
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE, Mode
@@ -33,17 +36,20 @@ from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
+from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.trial import (
     READY,
+    SAME,
     UNSETTLED,
     UNTUNED,
     DifferentProgramError,
     Findings,
+    Interval,
     Outcome,
     Phase,
     Searched,
@@ -51,6 +57,7 @@ from quarantune.values.trial import (
     TuningFailedError,
     count_outcomes,
     pruned_trial,
+    with_bits,
 )
 
 _logger = logging.getLogger("quarantune")
@@ -159,6 +166,7 @@ class TuningJob:
             TuningFailedError: every config failed.
             DifferentProgramError: workers run another program than this process.
         """
+        check_numerics(self._call)
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             shown = Listener(
@@ -242,7 +250,8 @@ class TuningJob:
         return self._failure(trials)
 
     def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
-        return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.key)
+        message, sweep = report.failure_message(self._name, trials), failed_sweep(self._keyed, trials)
+        return TuningFailedError(message, trials=trials, key=self._key.key, sweep=sweep)
 
     # The journal
 
@@ -312,6 +321,12 @@ class TuningJob:
         trials = self._ledger.trials
         left = {index: self._configs[index] for index in self._configs.listed() if index not in trials}
         progress.recall([trial for trial in trials.values() if trial.outcome is not Outcome.PRUNED])
+        self._records.begin(
+            total=len(self._configs),
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         if not left and not finals.finalists(trials):
             return Swept()
         self._troubled = self._records.troubled(self._configs) & left.keys()
@@ -346,6 +361,13 @@ class TuningJob:
             why_ended=lambda: self._search.why_ended(searching.stopped),
         )
         progress.recall(list(trials.values()))
+        self._records.begin(
+            total=searching.total,
+            is_bound=True,
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         self._ledger.recall(far)
         configs = searching.take(1)
         swept = Swept()
@@ -403,6 +425,8 @@ class TuningJob:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         usable = [trial for trial in self._ledger.trials.values() if trial.is_usable]
+        if not usable and self._options.numerics == BITWISE and swept.untuned is not None and swept.untuned.is_usable:
+            usable = [swept.untuned]  # no config has the defaults' bits
         if not usable:
             progress.end(f"all {len(self._ledger.trials):,} configs failed")
             raise self._error(swept)
@@ -411,24 +435,30 @@ class TuningJob:
             known[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
         judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
+        own = swept.untuned if default is None else settled.get(default)
+        settled = {
+            index: with_bits(trial, "" if own is None or own.recalled_from else own.digest)
+            for index, trial in settled.items()
+        }
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
         self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
-        defaults = settled.get(finals.default_among(settled, default))
+        own_index = finals.default_among(settled, default)
+        defaults = settled.get(own_index)
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
         findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
-            interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
+            interval = self._interval(swept.final, known, (winner, best), (own_index, defaults))
             findings = dataclasses.replace(findings, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
-        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
+        exact = self._exact(settled.values(), best, defaults, program)
+        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)} | exact)
         told = findings.text()
-        own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
         progress.conclude(best.config, told, saved=self._records.saved)
@@ -447,9 +477,43 @@ class TuningJob:
             noise=swept.noise,
         )
 
+    def _interval(self, final: finals.Final, before: Mapping[int, Trial], *both: tuple[int, Trial]) -> Interval | None:
+        """Returns the interval of the speed-up; None without a final, or if both are one program.
+
+        Args:
+            final: the final.
+            before: the trials by index, as before the final.
+            *both: the winner and the defaults: the index, and the trial after the final.
+        """
+        (winner, best), (default, defaults) = both
+        if len(final.rounds_ms) < 2 or best.samples_ms == defaults.samples_ms:
+            return None
+        typical_ms = finals.with_same_program(final.typical_ms, before)
+        pairs = zip(typical_ms.get(winner, ()), typical_ms.get(default, ()), strict=False)
+        return intervals.speedup_interval(
+            best.samples_ms,
+            defaults.samples_ms,
+            clock=best.clock or "wall",
+            processes=final.counts,
+            typical=[theirs / ours for ours, theirs in pairs],
+        )
+
+    def _exact(self, trials: Collection[Trial], best: Trial, defaults: Trial | None, program: JsonObject) -> JsonObject:
+        """Returns what an entry holds for calls that demand the defaults' bits; empty if a sweep must find that."""
+        exact = exact_winner(trials, best) if self._options.numerics == ROUNDING else None
+        if exact is None:
+            return {}
+        if exact is not best:
+            program = saved_program.measured_program(
+                self._keyed, exact, defaults, is_here=place_of(self._now.settings).is_here
+            )
+        found = {"config": as_json(exact.config), "time_ms": exact.time_ms, "bits": SAME, "program": program}
+        return {"exact": found}
+
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
         failure = self._failure(self._all_trials())
+        self._records.end(SweepState.FAILED, failure.trials)
         ran = [trial for index, trial in self._ledger.trials.items() if index not in self._not_compiling]
         if (error := callers_error(self._call, ran, only_there=None if swept.is_traced else failure)) is not None:
             self._records.discard(with_failures=True)
@@ -540,6 +604,22 @@ def callers_error(
         return None
     only_there.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
     return only_there
+
+
+def check_numerics(call: BoundCall) -> None:
+    """Raises if a call cannot be tuned under its numerics.
+
+    Raises:
+        ValueError: it has no defaults whose bits to keep, or its arguments have no batch.
+    """
+    options = call.function.options
+    if options.numerics == BITWISE and call.untuned is None:
+        raise ValueError(
+            f"{call.name}: numerics='bitwise' keeps the bits of the function's own defaults, and it cannot run with "
+            f"them: give every tunable a default that prune_fn keeps, or leave numerics (or QUARANTUNE_NUMERICS) out"
+        )
+    if options.check_batch is not None:
+        batch.bound_batch(call.function.fn, call.args, call.kwargs, options.check_batch)
 
 
 def check_outside(call: BoundCall) -> None:

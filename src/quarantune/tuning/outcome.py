@@ -20,6 +20,7 @@ from quarantune.functions.fingerprint import plain_function
 from quarantune.host.repository import commit_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult
+from quarantune.results.unfinished import FailedSweep
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
@@ -73,6 +74,17 @@ def call_result(
     )
 
 
+def failed_sweep(keyed: KeyedCall, trials: Iterable[Trial]) -> FailedSweep:
+    """Returns a sweep whose configs all failed, for its error."""
+    return FailedSweep(
+        **keyed.id._asdict(),
+        key_values=keyed.readable,
+        trials=_given(trials),
+        default=keyed.call.own_defaults,
+        versions=versions.versions(),
+    )
+
+
 def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Returns a call with None for every argument that holds an array, to keep only static arguments.
 
@@ -120,6 +132,7 @@ def entry_for(
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),
+        **({"bits": findings.bits} if findings.bits else {}),
         "trials": found["trials"],
         "search": search | found["search"],
         **({"program": program} if program else {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -21,29 +20,16 @@ from quarantune.calls.key import KeyedCall, keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
+from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.blocks import settings
 from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, as_given
+from quarantune.values.configs import Config
 from quarantune.values.forgetting import forget_choices
+from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
 
 _logger = logging.getLogger("quarantune")
-
-
-class Verdict(enum.StrEnum):
-    """The result of measuring a cached winner again."""
-
-    CURRENT = "current"
-    """It works, is not slower than the defaults, and has not become too slow."""
-    STALE = "stale"
-    """It fails, has become too slow, or the defaults are faster: tune again, or delete the entry."""
-    RETUNED = "retuned"
-    """It was stale, or only estimated, and a new sweep has replaced it."""
-    UNUSED = "unused"
-    """No call finds it any more, because the code or the list of configs has changed. It was not measured."""
-    UNKNOWN = "unknown"
-    """It could not be measured, for the reason given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +45,7 @@ class Verified:
         time_ms: the time of the config now, in milliseconds; None without a measurement, or after a failure.
         default_time_ms: the time of the function's own defaults now; None if unknown.
         saved_time_ms: the time in the entry; None if unknown, or if the objective was not time.
+        speedup_interval: the speed-ups of 95 of 100 later runs, by the measurements now; None if unknown.
         changed: the versions that have changed since, as text; empty if none has.
     """
 
@@ -70,6 +57,7 @@ class Verified:
     time_ms: float | None = None
     default_time_ms: float | None = None
     saved_time_ms: float | None = None
+    speedup_interval: tuple[float, float] | None = None
     changed: str = ""
 
     @property
@@ -141,7 +129,9 @@ def verify(
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
         retune: whether to measure all configs again if a winner is stale or was only estimated.
     """
-    given, found = list(functions), []
+    # A demand of the operator for other numerics gives an entry of its own.
+    found = []
+    given = dict.fromkeys(each.under(numerics) for each in functions for numerics in (None, ROUNDING, BITWISE))
     for record in records:
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
@@ -168,7 +158,8 @@ def _verify(
     try:
         given = None if arguments is None else arguments(record.key)
         args, kwargs = rebuilt(record.key.problem_size, function) if given is None else given
-        call = BoundCall(function, tuple(args), kwargs)
+        with settings(numerics=function.options.numerics):
+            call = saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
         now = keyed(call)
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
@@ -201,23 +192,25 @@ def _measured(
 ) -> Verified:
     """Measures one winner again, and replaces it by a new sweep if that is due and `retune` is set."""
     call, default = keyed.call, keyed.call.own_defaults
+    configs = [config, *([default] if default not in (None, config) else [])]
+    saved, most = Findings.from_json(record.entry), max_loss_percent or math.inf
+    looks = list[TuningResult | Trial]()
+    judged = Review(Verdict.UNCLEAR, "")
     try:
-        result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
-    except TuningFailedError as error:
-        found = _verified(record, Verdict.STALE, _failure(error.trials[0]))
+        while judged.verdict is Verdict.UNCLEAR and len(looks) < MOST_LOOKS:
+            looks.append(_looked_at(call, configs, tune))
+            judged = judge(looks, saved, config=config, default=default, max_loss_percent=most)
     except (SandboxError, TypeError, ValueError) as error:
         return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {first_line(error)}")
-    else:
-        found = _judged(record, config, default, result)
-        is_complete = "program" in record.entry or changed_versions(record.entry)
-        if found.verdict is Verdict.CURRENT and not is_complete and call.function.options.key_fn is None:
-            winner = dataclasses.replace(result.trials[0], config=config)
-            complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
-    if found.verdict is Verdict.CURRENT and (found.loss_percent or 0.0) > (max_loss_percent or math.inf):
-        times = f"{found.time_ms:.4g} ms against {found.saved_time_ms:.4g} ms"
-        lost = f"it takes {found.loss_percent:.3g}% longer than when it was saved: {times}"
-        found = dataclasses.replace(found, verdict=Verdict.STALE, reason=lost)
-    is_estimate = found.verdict is Verdict.CURRENT and Findings.from_json(record.entry).is_estimate
+    found = _verified(record, **vars(judged))
+    is_complete = (
+        "program" in record.entry or changed_versions(record.entry) or call.function.options.key_fn is not None
+    )
+    last = looks[-1]
+    if found.verdict is Verdict.CURRENT and not is_complete and isinstance(last, TuningResult):
+        winner = dataclasses.replace(last.trials[0], config=config)
+        complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
+    is_estimate = found.verdict is Verdict.CURRENT and saved.is_estimate
     if not retune or not (is_estimate or found.verdict is Verdict.STALE):
         return found
     try:
@@ -229,20 +222,14 @@ def _measured(
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 
 
-def _judged(record: CacheRecord, config: Config, default: Config | None, result: TuningResult) -> Verified:
+def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult | Trial:
+    """Returns the result of a sweep over a winner and the defaults, or the trial of a winner that failed."""
+    try:
+        result = _swept(call, configs, tune)
+    except TuningFailedError as error:
+        return error.trials[0]
     winner = result.trials[0]
-    times = {"time_ms": winner.time_ms, "default_time_ms": result.default_time_ms}
-    if winner.outcome not in (Outcome.OK, Outcome.SLOW):
-        return _verified(record, Verdict.STALE, _failure(winner), **times)
-    if as_given(config) in (result.best_config, *result.tie):
-        if config == default:
-            return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
-        gain = result.findings.compared or "and there are no defaults to compare it with"
-        return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
-    better, unit = ("faster", " ms") if ranked_by(result.findings) == TIME else ("better", "")
-    best = result.findings.figure
-    told = "ruled out at once" if winner.figure is None else f"{winner.figure:.4g}{unit} against {best:.4g}"
-    return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
+    return result if winner.outcome in (Outcome.OK, Outcome.SLOW) else winner
 
 
 def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
@@ -250,9 +237,8 @@ def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
     options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
-    alone = BoundCall(function.with_options(options, configs), call.args, call.kwargs)
-    with settings(disable_cache=True, agree="0", progress=False, **limits):
-        return tune(alone)
+    with settings(disable_cache=True, agree="0", progress=False, numerics=options.numerics, **limits):
+        return tune(BoundCall(function.with_options(options, configs), call.args, call.kwargs))
 
 
 def _code_of(key: CacheKey) -> Any:
@@ -262,7 +248,7 @@ def _code_of(key: CacheKey) -> Any:
         return None
 
 
-def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float | None) -> Verified:
+def _verified(record: CacheRecord, verdict: Verdict, reason: str, **about: Any) -> Verified:
     entry: Entry = record.entry
     found = Findings.from_json(entry)
     saved = found.time_ms if ranked_by(found) == TIME else math.nan  # more time is a loss only if it chose the winner
@@ -274,10 +260,5 @@ def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float
         config=entry.get("config"),
         saved_time_ms=saved if saved == saved else None,
         changed=changed_versions(entry),
-        **times,
+        **about,
     )
-
-
-def _failure(trial: Trial) -> str:
-    text = (trial.message or "").strip()
-    return f"it fails now: {trial.outcome.value}{f': {text.splitlines()[0]}' if text else ''}"

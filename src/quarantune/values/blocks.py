@@ -6,7 +6,7 @@ import contextvars
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from quarantune.host.frames import warn
 from quarantune.values.forgetting import forget_choices
@@ -38,6 +38,7 @@ class SettingKeywords(TypedDict, total=False):
     compile_timeout: float | str | None
     timeout: float | str | None
     memory_limit: int | str | None
+    numerics: str | None
     search: str | Search | None
     max_trials: int | str | None
     time_budget: float | str | None
@@ -90,11 +91,15 @@ class settings:
         _blocks.set((*_blocks.get(), self))
         if self.values.get("always_tune"):
             self.tuned.clear()
-        if self.values.get("always_tune") or self.values.get("record"):
+        if "numerics" in self.values:
+            with_numerics.append(self)
+        if self.values.get("always_tune") or self.values.get("record") or "numerics" in self.values:
             forget_choices()
 
     def __exit__(self, *_: object) -> None:
         _blocks.set(left(_blocks.get(), self))
+        if "numerics" in self.values:
+            with_numerics.remove(self)
 
 
 def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
@@ -107,6 +112,22 @@ def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
 """The `settings` blocks of a thread, or of a task of asyncio, outermost first."""
+
+
+with_numerics: list[settings] = []
+"""The blocks of all threads that set `numerics`. In one, choices of other threads do not count, nor last after it."""
+
+
+def numerics_in_force() -> str | None:
+    """Returns the numerics that a block or the environment demands; None if neither does.
+
+    Raises:
+        ValueError: the variable has a bad value.
+    """
+    if (block := block_of("numerics")) is not None:
+        return cast("str | None", block.values["numerics"])
+    text = os.environ.get(variable := f"{_PREFIX}NUMERICS", "").strip()
+    return cast("str", parse_setting("numerics", variable, text)) if text else None
 
 
 def current() -> Settings:

@@ -32,6 +32,10 @@ OPTUNA = "optuna:"
 
 SEARCHES = (AUTO, EXHAUSTIVE, RANDOM, SURROGATE)
 
+ROUNDING, BITWISE, BATCH_INVARIANT = "rounding", "bitwise", "batch_invariant"
+NUMERICS = (ROUNDING, BITWISE, BATCH_INVARIANT)
+"""Values of `numerics`."""
+
 AUTO_EXHAUSTIVE_MOST = 300
 """Size of the largest space that `auto` tries in full."""
 AUTO_MAX_TRIALS = 400
@@ -163,7 +167,15 @@ _DURATION = (
 _DIFFERENCE = lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number of at least 0"
 _SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the elements, from 0 to 1, as a number"
 _YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
+_NUMERICS = lambda value: value in NUMERICS, " or ".join(map(repr, NUMERICS))
 _SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
+
+
+def _are_axes(value: Any) -> bool:
+    return all(is_whole(axis, 0) for axis in (value.values() if isinstance(value, dict) and value else [value]))
+
+
+_AXES = "the number of the axis with the batch, or a dict of parameters to such numbers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +219,12 @@ class Options:
         check_grad: whether gradients must also agree with the gradients of `ref_fn` or of the defaults.
         time_grad: whether to compile, check and time a config together with its gradient with respect to the
             floating arguments, so that the winner suits training.
+        numerics: the outputs that may win. `rounding`: those that agree with the reference as far as rounding explains.
+            `bitwise`: only those with the very bits of the defaults' output, so that tuning changes no result.
+            `batch_invariant`: only those whose rows have the same bits whatever batch they are in; see `check_batch`.
+        check_batch: the axis of the batch in the array arguments, such as 0: a config's output for the first half of
+            the batch alone must have the bits of the same rows in the whole. Arguments whose axis has another length
+            than the first array's have no batch. A dict of parameters to axes names them one by one.
         fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and fully
             compiles only configs that may win; `full` compiles, and times, all of them.
         search: which configs to try: `auto` (all of up to 300 configs, else `surrogate` until its model
@@ -242,6 +260,8 @@ class Options:
     max_mismatched_ratio: float | None = _option(None, *_SHARE)
     check_grad: bool = _option(False, *_YES_OR_NO)
     time_grad: bool = _option(False, *_YES_OR_NO)
+    numerics: Literal["rounding", "bitwise", "batch_invariant"] = _option(ROUNDING, *_NUMERICS)
+    check_batch: int | Mapping[str, int] | None = _option(None, _are_axes, _AXES)
     fidelity: Literal["auto", "full"] = _option(AUTO, lambda it: it in (AUTO, FULL), f"{AUTO!r} or {FULL!r}")
     search: str | Search = _option(AUTO, check_search)
     max_trials: int | None = _option(None, *_whole(1))
@@ -264,6 +284,11 @@ class Options:
             raise error(f"ref_fn={self.ref_fn!r} is not {fault}: give a function, {DEFAULTS!r} or None")
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+        if self.numerics == BATCH_INVARIANT and self.check_batch is None:
+            raise ValueError(
+                f"{self.name or 'a function'}: numerics='batch_invariant' needs the axis of the batch: give "
+                "check_batch=0, or another axis, to the function, or leave numerics (or QUARANTUNE_NUMERICS) out"
+            )
 
     @property
     def tolerance(self) -> Tolerance | None:
@@ -288,17 +313,18 @@ class Options:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the defaults run only to measure their noise, because `ref_fn` gives the right output."""
-        return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+        """Whether the defaults' output is kept, for its noise or its bits, although it does not say what is right."""
+        is_noise_wanted = callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+        return is_noise_wanted or (self.numerics == BITWISE and not self.compares_outputs)
 
     @property
     def judges_outputs(self) -> bool:
-        """Whether `ref_fn` or `check_fn` decides which outputs are right. Only then may the defaults win."""
-        return self.ref_fn is not None or self.check_fn is not None
+        """Whether anything decides which outputs are right. Only then may the defaults win."""
+        return self.ref_fn is not None or self.check_fn is not None or self.numerics == BITWISE
 
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
-        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
+        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad", "numerics", "check_batch")
         names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         # A callable is never compared: its class may define equality in any way.
@@ -321,6 +347,7 @@ class ContextualKeywords(TypedDict, total=False):
     max_mismatched_ratio: float | None
     check_grad: bool
     time_grad: bool
+    numerics: Literal["rounding", "bitwise", "batch_invariant"]
     fidelity: Literal["auto", "full"]
     search: str | Search
     max_trials: int | None
@@ -335,6 +362,7 @@ class OptionKeywords(ContextualKeywords, total=False):
     """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
 
     prune_fn: Callable[..., bool] | None
+    check_batch: int | Mapping[str, int] | None
     max_device_memory: int | str | None
     objective: str | Callable[[Trial], float]
     warmup: int

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quarantune.host import shared_files
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_whole
-from quarantune.values.options import Search, check_search
+from quarantune.values.options import NUMERICS, Search, check_search
 from quarantune.values.texts import shown
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class Settings:
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
+        numerics: which outputs may win; see `Options`.
         search: which configs to try; see `Options`.
         max_trials: the most configs to try.
         time_budget: seconds after which the search tries no further config.
@@ -184,6 +185,7 @@ class Settings:
     compile_timeout: float | None = _setting(*_SECONDS)
     timeout: float | None = _setting(*_SECONDS)
     memory_limit: int | None = _setting(parse_memory, "at least 16 MiB: bytes, or a number with a unit as in '8GB'")
+    numerics: str | None = _setting(*_choice(*NUMERICS))
     search: str | Search | None = _setting(
         _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
     )

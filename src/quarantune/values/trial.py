@@ -6,8 +6,9 @@ import collections
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Protocol, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -232,10 +233,16 @@ _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+SAME, OTHER, UNSTABLE = "same", "other", "unstable"
+INVARIANT, VARIES = "invariant", "varies"
+Bits: TypeAlias = Annotated[str, one_of(SAME, OTHER, UNSTABLE)]
+"""How the bits of an output compare with those of the defaults' output; see `Trial`."""
+Batch: TypeAlias = Annotated[str, one_of(INVARIANT, VARIES)]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
 """Figures of observers, by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from")
+_OF_BITS = ("bits", "digest", "batch")
+_LATER_FIELDS = "figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from", *_OF_BITS
 """Fields that JSON holds only if they have a value, so that other trials look the same as in earlier versions."""
 
 
@@ -273,6 +280,11 @@ class Trial(Record):
         cheap_ms: the time in milliseconds of its cheaply compiled program, which only ranks it. If this is the only
             time, nobody measured the fully compiled program.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
+        bits: how the bits of its output compare with those of the defaults' output: `same` on every input tried,
+            `other`, or `unstable` if its own repeated runs differ; None if unknown.
+        digest: hashes of the bits of its output, one for each input tried: the call's own, then moved ones.
+        batch: whether its output for half of the batch has the bits of the whole: `invariant` or `varies`; None
+            without `check_batch`, or if the half could not be compared.
     """
 
     config: Annotated[Config, frozen]
@@ -297,6 +309,9 @@ class Trial(Record):
     program: str = ""
     cheap_ms: Milliseconds | None = None
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
+    bits: Bits | None = None
+    digest: str = ""
+    batch: Batch | None = None
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
@@ -359,6 +374,24 @@ class Trial(Record):
         if trial.outcome is Outcome.OK and trial.time_ms is None:
             raise DamageError("its outcome is ok, but it has no time")
         return trial
+
+
+def have_same_bits(one: str, other: str) -> bool | None:
+    """Returns whether two digests agree for all inputs that both cover; None if one of them is unknown."""
+    pairs = [*zip(one.split("."), other.split("."), strict=False)] if one and other else []
+    return all(mine == its for mine, its in pairs) if pairs else None
+
+
+def with_bits(trial: Trial, defaults: str) -> Trial:
+    """Returns a trial of this sweep with its `bits`, if they were unknown and both digests are known.
+
+    Args:
+        trial: the trial.
+        defaults: the digest of the defaults' output.
+    """
+    if trial.bits is not None or trial.recalled_from or (is_same := have_same_bits(trial.digest, defaults)) is None:
+        return trial
+    return dataclasses.replace(trial, bits=SAME if is_same else OTHER)
 
 
 def ranked_by(found: Trial | Findings) -> str:
@@ -435,7 +468,7 @@ class Findings(Record):
     Attributes:
         time_ms: the time of the best config.
         default_time_ms: the time of the function's own defaults.
-        speedup_interval: the speed-ups that the noise of the two allows.
+        speedup_interval: the speed-ups of 95 of 100 later runs.
         created: when it was saved, as ISO text.
         commit: the commit of the user's repository.
         trials: how many configs ended in each outcome.
@@ -444,6 +477,7 @@ class Findings(Record):
         score: the value of the author's objective for the winner, less being better; None if the objective is time.
         default_score: the value of the objective for the defaults.
         energy_mj: the energy of one call with the winner, in millijoules.
+        bits: how the bits of the winner's output compare with those of the defaults' output; None if unknown.
     """
 
     IS_LENIENT = True
@@ -459,6 +493,7 @@ class Findings(Record):
     score: Score | None = None
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
+    bits: Bits | None = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
@@ -471,7 +506,7 @@ class Findings(Record):
         """
         if default is not None and default.is_usable:
             fields = {"default_time_ms": default.time_ms, "default_score": default.score} | fields
-        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, **fields)
+        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, bits=best.bits, **fields)
 
     @property
     def figure(self) -> float:
@@ -511,7 +546,7 @@ class Findings(Record):
             return ""
         low, high = self.speedup_interval or (speedup, speedup)
         if low <= 1.0 <= high:
-            return "as fast as the defaults"
+            return "no clear gain over the defaults"
         return f"{ratio_text(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than the defaults"
 
 
@@ -533,18 +568,52 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 # --- errors ---
 
 
+class ShownSweep(Protocol):
+    """A sweep without a winner that can be shown; `results` has the class."""
+
+    def table(self, *, width: int | None = None) -> str:
+        """Returns the trials as a table."""
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trials as a page."""
+
+
 class TuningFailedError(RuntimeError):
     """Every config failed.
 
     Attributes:
         trials: every trial, in the order of the configs.
         key: the cache key of the problem.
+        sweep: the sweep that `table` and `report` show; None if nothing has run.
     """
 
-    def __init__(self, message: str, *, trials: Sequence[Trial], key: str) -> None:
+    def __init__(self, message: str, *, trials: Sequence[Trial], key: str, sweep: ShownSweep | None = None) -> None:
         super().__init__(message)
         self.trials = tuple(trials)
         self.key = key
+        self.sweep = sweep
+
+    def table(self, *, width: int | None = None) -> str:
+        """Returns the trials as a table, with the reason for each failure; the message if nothing has run.
+
+        Args:
+            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
+        """
+        return str(self) if self.sweep is None else self.sweep.table(width=width)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trials as one self-contained HTML page, with their messages and logs.
+
+        Args:
+            path: the file, such as `matmul.html`; an earlier one is replaced.
+
+        Raises:
+            ValueError: nothing has run, so there is nothing to show.
+            OSError: the file cannot be written; an earlier one is unchanged.
+        """
+        if self.sweep is None:
+            raise ValueError(f"nothing has run, so there is nothing to report on: {self}")
+        self.sweep.report(path)
 
 
 class CacheMissError(LookupError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
 from quarantune.values.configs import Config
-from quarantune.values.options import Options, Tolerance
+from quarantune.values.options import ROUNDING, Options, Tolerance
 from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
@@ -40,6 +40,9 @@ class BenchOptions:
             GPU, the workers of all sweeps of a process share another directory instead, for XLA's findings about the
             device.
         observers: the names of the observers of each config.
+        compares_outputs: whether outputs are compared with the defaults' output, or with each other.
+        numerics: which outputs may win.
+        check_batch: the axis of the batch; None if no half of it is compared with the whole.
     """
 
     platform: str | None
@@ -51,6 +54,9 @@ class BenchOptions:
     time_grad: bool = False
     compilation_cache: str | None = None
     observers: tuple[str, ...] = ()
+    compares_outputs: bool = True
+    numerics: str = ROUNDING
+    check_batch: int | Mapping[str, int] | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -77,6 +83,9 @@ class BenchOptions:
             # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
             compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
             observers=tuple(observers),
+            compares_outputs=options.compares_outputs,
+            numerics=options.numerics,
+            check_batch=options.check_batch,
         )
 
 
@@ -95,6 +104,7 @@ class Program:
             several, may have another key for it. None without a hash.
         coarsest: the bits in the mantissas of the coarsest type that it computes with; None if unknown.
         figures: the needs of its kernels, as far as they are known.
+        digests: the digests of what its runs on the call's arguments have returned.
     """
 
     config: Config
@@ -105,6 +115,7 @@ class Program:
     identity: str | None = None
     coarsest: int | None = None
     figures: CompilerFigures | None = None
+    digests: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
 class CallArguments:
@@ -156,13 +167,16 @@ class CallArguments:
         """Returns unmodified arguments for one run: fresh ones if an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
 
-    def moved(self, run: int, coarsest: int | None, on_device: Callable[..., Any] | None) -> tuple[Arguments, float]:
+    def moved(
+        self, run: int, coarsest: int | None, on_device: Callable[..., Any] | None, *, is_quick: bool = False
+    ) -> tuple[Arguments, float]:
         """Returns the arguments with their floats moved at random by up to half a unit in the last place.
 
         Args:
             run: the number of the run on moved arguments.
             coarsest: see `rounding.Motion`.
             on_device: moves arrays on their device; None to move them here.
+            is_quick: whether time matters more than how far they move, if they are moved here.
 
         Returns:
             The arguments, and the share of the deviations that rounding explains.
@@ -181,6 +195,8 @@ class CallArguments:
             if on_device is not None and isinstance(leaf, jax.Array):
                 found = on_device(rounding.move, leaf, seed, units)
                 return jax_arrays.as_weak(found) if leaf.weak_type else found
+            if is_quick:
+                return _with_data(leaf, rounding.nudged(np.asarray(leaf)))
             return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 
         return self._changed(arguments, motion.takes, move), motion.scale

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,16 @@ from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
 from quarantune.transport.payload import Call
-from quarantune.values.codec import restore
+from quarantune.values.codec import is_plausible_ms, restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory
 
+_ENOUGH_DIGESTS = 2
+_SMALL_BYTES = 256 << 10
+"""Size of an output up to which hashing it between samples leaves the caches of a core nearly as they were."""
 _FLUSH_BYTES = 256 << 20
 """Bytes that a flush writes: several times the L2 cache of any GPU, and as many as Triton's `do_bench` writes."""
 
@@ -64,6 +68,7 @@ class Bench:
         self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
+        self._latest: Any = None  # the output of the latest run, until its bits are noted
         if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker does not use
         if call.context_mesh is not None:
@@ -203,12 +208,14 @@ class Bench:
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
         self._await_clock()
+        self._latest = None
         args, kwargs = self.arguments.dynamic(self.arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         if self.is_plain:
             check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
+        self._latest = output
         return output[0] if self.options.time_grad else output
 
     def check(
@@ -226,7 +233,7 @@ class Bench:
             output = self.run(program)
         self._stale.note(output)
         last = self._last_run_of(program)
-        return self.judge.check(
+        judgement = self.judge.check(
             program,
             output,
             taken_s=0.0 if last is None else last.whole / 1e3,
@@ -234,6 +241,18 @@ class Bench:
             standard=standard,
             output_fd=output_fd,
         )
+        if self.options.time_grad:  # the run has returned more than the output that was judged
+            self._note_bits(program)
+        else:
+            program.digests.add(judgement.digest.partition(".")[0])
+        return judgement
+
+    def _note_bits(self, program: Program) -> None:
+        """Notes the bits of the latest run, with its gradient if that is timed."""
+        latest, self._latest = self._latest, None
+        if latest is not None and len(program.digests) < _ENOUGH_DIGESTS:
+            with contextlib.suppress(Exception):  # too little memory
+                program.digests.add(self.judge.digest_of(latest))
 
     def _last_run_of(self, program: Program) -> RunTime | None:
         """Returns the time of the last run in milliseconds; None if another program has run since."""
@@ -252,7 +271,9 @@ class Bench:
 
             def run_fresh() -> object:
                 args, kwargs = fresh[0]
-                return jax.block_until_ready(call(*args, **kwargs))
+                self._latest = None
+                self._latest = output = jax.block_until_ready(call(*args, **kwargs))
+                return output
 
             def refill() -> None:
                 fresh.clear()  # here, because freeing the last run's arguments takes time
@@ -264,20 +285,23 @@ class Bench:
         args, kwargs = self.arguments.dynamic(self.arguments.shared())
 
         def dispatch() -> object:
-            return call(*args, **kwargs)
+            self._latest = None  # its memory is free before the next run
+            self._latest = output = call(*args, **kwargs)
+            return output
 
         if self._has_own_clock():
             with contextlib.suppress(device_clock.NoDeviceClockError):
                 return device_clock.device_clock(dispatch, self._flusher() if is_flushed else None)
         if self.options.platform in ("cuda", "rocm", "tpu"):
             return clocks.queued_clock(dispatch)
-        return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
+        return clocks.wall_clock(lambda: jax.block_until_ready(dispatch()), None)
 
     def rank(self, program: Program) -> Measurement:
         """Times a program that need not have run, with few samples, and looks at no output."""
         self._await_clock()
         clock = self.clock(program)
-        return _measurement(sampling.glance(clock.take), clock)
+        measured, self._latest = _measurement(sampling.glance(clock.take), clock), None
+        return measured
 
     def measure(
         self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
@@ -299,8 +323,16 @@ class Bench:
             self.run(program)
             is_warm = True
         clock, last = self.clock(program), self._last_run_of(program)
+
+        def take(count: int) -> Sequence[RunTime]:
+            samples = clock.take(count)
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._latest))
+            if size <= _SMALL_BYTES or self.options.on_gpu:
+                self._note_bits(program)
+            return samples
+
         samples = sampling.measure(
-            clock.take,
+            take,
             rep=self.options.rep,
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
@@ -309,8 +341,10 @@ class Bench:
             is_exact=clock.is_exact,
             disturbance=disturbance,
         )
-        measured = _measurement(samples, clock)
-        return dataclasses.replace(measured, observed=self._observed(program, measured.ranking_ms))
+        self._note_bits(program)
+        measured, is_unstable = _measurement(samples, clock), len(program.digests) > 1
+        observed = self._observed(program, measured.ranking_ms)
+        return dataclasses.replace(measured, observed=observed, is_unstable=is_unstable)
 
     def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
         """Returns the figures of all observers for one run of about `time_ms`.
@@ -342,17 +376,26 @@ class Bench:
             and self.options.warmup <= 1  # else its author knows that it takes several
         )
 
-    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
+    def compare(
+        self, programs: Sequence[Program], budget_s: float | None = None
+    ) -> tuple[list[list[float]], list[list[float]], list[float]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
+
+        Args:
+            programs: the programs.
+            budget_s: seconds after which a few rounds must do; None for the usual time of a final.
 
         Returns:
             The samples of each program in milliseconds, one per round. And the samples with warm device caches, because
-            a kernel's input is often the last kernel's output; empty for programs that are clearly slower.
+            a kernel's input is often the last kernel's output; empty for programs that are clearly slower. And the
+            median time of each program, with waits and interruptions.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
         rep = self.options.rep
-        rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
+        heard: list[list[float]] = [[] for _ in programs]
+        takes = [_noting(clock.take, whole_ms) for clock, whole_ms in zip(each, heard, strict=True)]
+        rounds_ms = finals.take_turns(takes, is_exact=is_exact, budget_s=budget_s, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)))
         if len(near) > 1 and self._has_own_clock():
@@ -360,7 +403,8 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        return rounds_ms, warm_ms
+        self._latest = None
+        return rounds_ms, warm_ms, [statistics.median(whole_ms[1:] or whole_ms) for whole_ms in heard]
 
     def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
         """Returns the figures of observers for each program in each of a few rounds; empty without observers.
@@ -385,6 +429,20 @@ class Bench:
         if self._flush is None:
             self._flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
+
+
+_Take: TypeAlias = Callable[[int], Sequence[RunTime]]
+
+
+def _noting(take: _Take, whole_ms: list[float]) -> _Take:
+    """Returns `take`, which then adds the whole time of each plausible sample to a list."""
+
+    def noted(count: int) -> Sequence[RunTime]:
+        samples = take(count)
+        whole_ms.extend(sample.whole for sample in samples if is_plausible_ms(sample.whole))
+        return samples
+
+    return noted
 
 
 def _measurement(samples: sampling.Sampled, clock: clocks.Clock) -> Measurement:

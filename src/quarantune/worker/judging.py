@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from quarantune.functions.binding import Arguments, split_config
+from quarantune.functions import batch
+from quarantune.functions.binding import Arguments, bind_config, split_config
 from quarantune.functions.fingerprint import describe
 from quarantune.host.machine import file_id
 from quarantune.jax_internals import jax_functions, jax_traces
-from quarantune.measure import compare, rounding
+from quarantune.measure import bits, compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
@@ -31,7 +32,8 @@ from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind
+from quarantune.values.options import BATCH_INVARIANT, BITWISE
+from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, have_same_bits
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import check_is_done
 
@@ -40,6 +42,7 @@ _WIDER_S = 5.0
 _STALE_COPIES = 3
 """Copies to overwrite: an allocator may place the next output in the memory of any of the last few."""
 _MOST_STALE_BYTES = 512 << 20
+_OTHER_ON_MOVED = "output has other bits on inputs that are moved by a unit in the last place"
 _NOT_PLAIN = re.compile(r"pallas|ffi|kernel|triton|cutlass|cute|custom_call|callback|random|threefry|rng")
 """Matches primitives that run code for one dtype, call back, or draw other numbers in another dtype."""
 
@@ -52,11 +55,13 @@ class ComparedOutput:
         output: the value that the function returned.
         gradients: its gradients by argument; None if they do not count.
         allowances: how far other outputs may be from it, leaf by leaf, the gradients' last.
+        digest: see `Trial`.
     """
 
     output: Flat
     gradients: Flat | None = None
     allowances: tuple[Allowance, ...] = ()
+    digest: str = ""
 
     @property
     def leaves(self) -> list[Any]:
@@ -65,7 +70,8 @@ class ComparedOutput:
 
     def on_host(self) -> ComparedOutput:
         """Returns the same with its arrays as numpy arrays, which hold no device and can travel."""
-        return ComparedOutput(self.output.mapped(_fetched), self.gradients and self.gradients.mapped(_fetched))
+        gradients = self.gradients and self.gradients.mapped(_fetched)
+        return dataclasses.replace(self, output=self.output.mapped(_fetched), gradients=gradients)
 
     @property
     def noise(self) -> float | None:
@@ -116,7 +122,7 @@ class Judge:
             with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
                     pool.submit(self._arguments.moved, 0, None, device.run)
-                device.expect(outputs)
+                device.expect(outputs, bits.sums_of)
             if fd is not None and is_empty:
                 programs = {kind: executable.to_pickle(program) for kind, program in device.programs.items()}
                 spool.write(fd, pickling.dumps(programs))
@@ -188,28 +194,72 @@ class Judge:
             standard: the position of the right output among them; None if unknown.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
         """
-        judges = self._call.judges
-        if "check_fn" in judges:
-            wanted = self._expected_in(references[0]) if references else None
-            args, kwargs = self._arguments.fresh()
-            return Judgement(wrong=compare.judge_by(judges["check_fn"], output, wanted, args, kwargs))
-        has_reference = "ref_fn" in judges
-        if not has_reference and not references and output_fd is None:
-            return Judgement()
+        judges, compares = self._call.judges, self._options.compares_outputs
+        has_reference, is_judged_apart = "ref_fn" in judges, "check_fn" in judges
         own = self._compared(output, self._call.fn, program.config)
-        group: int | None = None
+        if self._arguments.is_plain and not has_reference:
+            own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
+        own = dataclasses.replace(own, digest=self._digest(own, program, taken_s))
         noise: float | None = None
-        if not has_reference:
-            if self._arguments.is_plain:
-                own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
-            group, reason = self._group(own, references, standard)
+        group, reason = self._group(own, references, standard) if compares else (None, None)
         if group is None and output_fd is not None:
-            is_wrong = not has_reference and standard is not None  # then its noise does not matter
-            group, noise = len(references), self._keep(own, program, math.inf if is_wrong else taken_s, output_fd)
-        if has_reference:
+            # The noise of wrong outputs, and of outputs that only have bits to keep, does not matter.
+            has_noise = standard is None if compares else has_reference and not is_judged_apart
+            group, noise = len(references), self._keep(own, program, taken_s if has_noise else math.inf, output_fd)
+        if is_judged_apart:
+            wanted = self._expected_in(references[0]) if has_reference else None
+            args, kwargs = self._arguments.fresh()
+            reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
+        elif has_reference:
             defaults = references[-1] if output_fd is None else output_fd
             reason = self._differs_from_reference(own, references[0], defaults)
-        return Judgement(group, noise if reason is None else None, reason)
+        found = Judgement(group, noise if reason is None else None, reason, digest=own.digest)
+        at = standard if compares else len(references) - 1 if len(references) > has_reference else None
+        found = found if at is None else self._with_bits(found, own, references[at])
+        return found if self._options.check_batch is None else self._with_batch(found, program, output)
+
+    def _digest(self, own: ComparedOutput, program: Program, taken_s: float) -> str:
+        """Returns the digest of an output, of its gradients, and of outputs on moved inputs if its program is quick."""
+        parts, device, inputs = [], self._shortcut, bits.MOVED[self._shortcut is not None]
+        with contextlib.suppress(Exception):  # nothing can be moved, or there is too little memory
+            parts += [self.digest_of(each) for each in (own.output, own.gradients) if each is not None]
+            for run in range(1, 1 + inputs) if taken_s < bits.SLOWEST_S and not self._arguments.is_plain else ():
+                moved, _ = self._arguments.moved(run, None, device and device.run, is_quick=True)
+                parts.append(self.digest_of(self._run(program, moved)))
+        return ".".join(parts)
+
+    def digest_of(self, output: Any) -> str:
+        """Returns a hash of the bits of an output, flattened or not."""
+        flat = output if isinstance(output, Flat) else _flat(output)
+        return bits.digest(flat.mapped(_kind_unless_array) if self._arguments.is_plain else flat, self._shortcut)
+
+    def _with_bits(self, found: Judgement, own: ComparedOutput, defaults: int) -> Judgement:
+        """Returns a judgement with the comparison with the defaults' bits, which decides if numerics are exact."""
+        with contextlib.suppress(Exception):  # the config that wrote the file may have left anything there
+            expected = self._expected_in(defaults)
+            is_same, reason = have_same_bits(own.digest, expected.digest), None
+            # On the host, equal digests do not prove that outputs are equal.
+            if self._options.numerics == BITWISE and not (is_same and self._shortcut):
+                pairs = (own.output, expected.output, "output"), (own.gradients, expected.gradients, "the gradient ")
+                reasons = [bits.difference(mine, its, what) for mine, its, what in pairs if mine and its]
+                reason = next(filter(None, [*reasons, None if is_same else _OTHER_ON_MOVED]), None)
+            found = dataclasses.replace(found, bits=SAME if is_same and reason is None else OTHER)
+            return _refused(found, reason, "compared with the defaults", BITWISE)
+        return found
+
+    def _with_batch(self, found: Judgement, program: Program, output: Any) -> Judgement:
+        """Returns a judgement with the comparison of half of the batch with the whole; see `Options.check_batch`."""
+        numerics, axes = self._options.numerics, self._options.check_batch
+        reason: str | None
+        try:
+            args, kwargs = batch.halved(self._call.fn, *self._arguments.for_run(), axes or 0)
+            half = _flat(jax.block_until_ready(bind_config(self._call.fn, program.config)(*args, **kwargs)))
+            rows = iter(batch.first_rows(_flat(output).values, half.values))
+            reason = bits.difference(half, half.mapped(lambda _: next(rows)))
+            found = dataclasses.replace(found, batch=VARIES if reason else INVARIANT)
+        except Exception as error:
+            reason = f"half of the batch cannot be compared with the whole: {type(error).__name__}: {error}"
+        return found if numerics != BATCH_INVARIANT else _refused(found, reason, "for half of the batch", numerics)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from `ref_fn`'s, by more than the noise of the defaults if these work."""
@@ -358,6 +408,13 @@ class Judge:
             fn = jax_functions.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
+
+
+def _refused(found: Judgement, reason: str | None, where: str, numerics: str) -> Judgement:
+    """Returns the judgement of an output whose bits are wrong, unless it is wrong already or there is no reason."""
+    if reason is None or found.wrong is not None:
+        return found
+    return dataclasses.replace(found, wrong=f"{reason}, {where} (numerics={numerics!r})", is_harmless=True)
 
 
 def _write(fd: int, kept: Any) -> None:

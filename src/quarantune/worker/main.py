@@ -128,7 +128,7 @@ class TaskRunner:
             for reply in self.do(task, fds):
                 self.send(reply)
                 if isinstance(reply, messages.Failed):
-                    return False
+                    return reply.goes_on
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
             goes_on = isinstance(error, Exception) and not task.last and self._may_go_on_after(task)
@@ -257,9 +257,12 @@ class TaskRunner:
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
                 text = shortened(without_frames(judgement.wrong))
-                judgement = dataclasses.replace(judgement, wrong=None)
-                yield messages.Failed(**self._heading(), outcome="wrong", text=text, error="", judgement=judgement)
+                judgement, goes_on = dataclasses.replace(judgement, wrong=None), judgement.is_harmless and not task.last
+                about: Any = {"outcome": "wrong", "text": text, "error": "", "goes_on": goes_on}
+                yield messages.Failed(**self._heading(), **about, judgement=judgement)
                 return
+            if task.saves and not task.load and not bench.is_plain:
+                self.save_finalist(bench, program, fds[0])
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
                 yield messages.FirstRun(
@@ -273,7 +276,7 @@ class TaskRunner:
         yield self.entered(Phase.MEASURE)
         disturbance = sampling.Disturbance(list(task.disturbed))
         measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
-        if not task.load and (not measured.is_slow or bench.is_plain):
+        if not task.load and (bench.is_plain or not (measured.is_slow or task.saves)):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
 
@@ -335,9 +338,11 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        *rounds, typical_ms = bench.compare(programs, task.budget_s)
+        rounds_ms, warm_ms = (tuple(map(tuple, each)) for each in rounds)
         observed = tuple(map(tuple, bench.observe(programs, [*map(min, rounds_ms)])))
-        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
+        times: Any = {"rounds_ms": rounds_ms, "warm_ms": warm_ms, "typical_ms": tuple(typical_ms)}
+        yield messages.Compared(**self._heading(), **times, observed=observed)
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from rivals import on_one_cpu_with_a_rival
 
 import quarantune
+from quarantune.host.process import in_sandbox
 from quarantune.host.waits import Watch, run_limit
+from quarantune.values.trial import Outcome
 
 X = np.ones(8, np.float32)
 
@@ -129,3 +134,22 @@ def test_the_defaults_run_to_their_end_however_slow() -> None:
     result = quarantune.AutoTuner(fn, configs, rep=1, ref_fn=lambda x: x, name="slow_by_default").run(X)
     assert result.best_config["n"] < 100
     assert "was stopped" not in result.trials[1].message, result.table()
+
+
+@pytest.mark.parametrize("times", [200, 20_000], ids=["measured", "ruled_out_at_once"])
+def test_slow_defaults_are_compiled_once(tmp_path: Path, times: int) -> None:
+    """The final times them however slow they are. Its worker loads the program that the first run had."""
+    traces = tmp_path / "traces"
+
+    @quarantune.autotune({"n": [1, times]}, ref_fn=None, warmup=0, rep=3, name="looped")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def looped(x: Any, n: int = times) -> Any:
+        if n == times and in_sandbox():
+            with traces.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y) + x, x)
+
+    result = looped.tune(np.ones(1024, np.float32))
+    assert [trial.outcome for trial in result.trials] == [Outcome.OK, Outcome.OK]  # that of the final
+    assert result.is_finalist(result.trials[1])
+    assert len({*traces.read_text().split()}) == 1, "another worker has traced them again"

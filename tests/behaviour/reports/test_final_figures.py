@@ -188,19 +188,6 @@ def test_only_contenders_far_behind_may_have_fewer_rounds() -> None:
         finals.Final.of([0, 1], [[1.0] * 5, [1.1] * 2], [[], []])
 
 
-def test_the_interval_of_a_speedup_holds_the_true_speedup() -> None:
-    generator = np.random.default_rng(1)
-    held = 0
-    for _ in range(300):
-        best = (1.0 + 0.05 * generator.standard_normal(9)).tolist()
-        default = (2.0 + 0.10 * generator.standard_normal(9)).tolist()
-        low, high = finals.speedup_interval(best, default) or (0.0, 0.0)
-        held += low <= 2.0 <= high
-    assert held > 250
-    assert finals.speedup_interval([1.0] * 9, [2.0] * 9) == pytest.approx((1.99, 2.01))
-    assert finals.speedup_interval([1.0] * 9, [90.0] * 2) is None
-
-
 def test_defaults_that_ran_take_part_in_the_final() -> None:
     def timed(time_ms: float | None, outcome: Outcome = Outcome.OK) -> Trial:
         samples = () if time_ms is None else (time_ms,)
@@ -236,7 +223,7 @@ def test_a_table_has_finalists_above_configs_ruled_out() -> None:
         ["4", "slow", ">", "2"],
         ["3", "ok", "2.2"],
     ]
-    assert "speed-up of *: 3.05x to 3.15x, within the noise of the final" in result.table(width=100)
+    assert "speed-up of *: 3.00x to 3.20x in 95 of 100 later runs" in result.table(width=100)
     assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in result.table(width=100)
     assert [row["speedup"] for row in result.to_dicts()] == [None, 1.0, 3.1, None]
 
@@ -244,7 +231,7 @@ def test_a_table_has_finalists_above_configs_ruled_out() -> None:
 def test_findings_are_put_into_words() -> None:
     assert Findings(0.0077, 0.0155).text() == "2.01x faster than the defaults (0.0077 ms against 0.0155 ms)"
     assert Findings(2.0, 1.0).text() == "2.00x slower than the defaults (2 ms against 1 ms)"
-    assert Findings(1.0, 1.02, (0.99, 1.05)).text() == "as fast as the defaults (1 ms against 1.02 ms)"
+    assert Findings(1.0, 1.02, (0.99, 1.05)).text() == "no clear gain over the defaults (1 ms against 1.02 ms)"
     assert Findings(1.0, 1.0).text() == "the defaults are best (1 ms)"
     assert Findings(1.0).text() == "1 ms"
     assert Findings(float("nan"), 1.0).text() == "time not known"

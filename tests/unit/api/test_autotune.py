@@ -422,7 +422,7 @@ def test_editors_know_every_option() -> None:
     assert OptionKeywords.__annotations__.keys() == Options.__annotations__.keys()
     assert typing.get_type_hints(OptionKeywords) == typing.get_type_hints(Options)
     only_autotune = OptionKeywords.__annotations__.keys() - ContextualKeywords.__annotations__.keys()
-    assert only_autotune == {"max_device_memory", "objective", "prune_fn", "warmup", "rep"}
+    assert only_autotune == {"max_device_memory", "check_batch", "objective", "prune_fn", "warmup", "rep"}
     assert SettingKeywords.__annotations__.keys() == Settings.__annotations__.keys()
 
 

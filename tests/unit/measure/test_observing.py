@@ -65,7 +65,7 @@ def test_a_new_observer_is_shown_wherever_energy_would_be(monkeypatch: pytest.Mo
     assert steps.times > 3 + 3, "each trial and a few rounds of the final are observed"
     assert result.energy_mj is None
     head = result.table(width=120).splitlines()[0]
-    assert head.split() == ["steps", "outcome", "ms", "steps", "objective", "speed-up", "compile", "s"]
+    assert head.split() == ["steps", "outcome", "ms", "steps", "objective", "speed-up", "compile", "s", "bits"]
     assert [row["config.steps"] for row in result.to_dicts()] == [3, 0, 5]
     assert [row["steps"] for row in result.to_dicts()] == [3.0, 0.0, 5.0]
     result.report(tmp_path / "report.html")

@@ -272,3 +272,61 @@ def test_a_comparison_that_hangs_ends_at_its_deadline() -> None:
     compared, sandbox, _ = compare(lambda worker: [] if worker.do == "Compare" else None)
     assert compared == Final()
     assert sandbox.killed
+
+
+def compare_again(act: Act, *, ends_s: float, count: int = 3) -> tuple[Final, FakeSandbox, list[Any], float]:
+    """Runs and compares configs, then compares them again for at most `ends_s` seconds; returns those it took too."""
+    clock = Clock()
+    tasks, noting = noting_comparisons(act)
+    sandbox = FakeSandbox(clock, noting)
+    plan = plan_for(Route.APART)
+    scheduler = plan.scheduler(sandbox, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
+    configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
+    try:
+        scheduler.run(configs)
+        scheduler.compare(configs)
+        tasks.clear()
+        began_s = clock()
+        again = scheduler.compare_again(configs, began_s + ends_s)
+        taken_s = clock() - began_s
+    finally:
+        scheduler.close()
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock() + 1000)
+    lease.release()
+    return again, sandbox, tasks, taken_s
+
+
+def test_a_final_is_repeated_in_a_fresh_worker_with_little_time() -> None:
+    numbers: list[int] = []
+
+    def noting(worker: FakeWorker) -> None:
+        if worker.do == "Compare":
+            numbers.append(worker.number)
+
+    again, _, (task,), _ = compare_again(noting, ends_s=100)
+    assert again.rounds_ms == {index: (index + 1.0,) * 5 for index in range(3)}
+    assert len(set(numbers)) == len(numbers) == 2, "two workers, each fresh"
+    assert 0 < task.budget_s < 100
+
+
+def test_a_repeated_final_that_takes_too_long_or_fails_is_dropped() -> None:
+    compared = list[int]()
+
+    def second(steps: Callable[[FakeWorker], list[Step]]) -> Act:
+        compared.clear()
+
+        def act(worker: FakeWorker) -> list[Step] | None:
+            if worker.do != "Compare":
+                return None
+            compared.append(worker.number)
+            return steps(worker) if len(compared) > 1 else None
+
+        return act
+
+    again, sandbox, tasks, taken_s = compare_again(second(lambda worker: []), ends_s=3)
+    assert (again, len(tasks)) == (Final(), 1)
+    assert 3 <= taken_s < 3.5, "it hangs, and ends in time"
+    assert sandbox.killed
+    again, _, tasks, _ = compare_again(second(lambda worker: [(0.1, worker.ends(-9))]), ends_s=50)
+    assert (again, len(tasks)) == (Final(), 1), "one try"

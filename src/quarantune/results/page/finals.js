@@ -2,7 +2,7 @@
 function drawFinals() {
   const p = problem, host = clear($("finals-chart"));
   let rows = p.finals;
-  if (!rows.length && p.best && p.best.samples.length) rows = [{ name: configText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
+  if (!rows.length && !p.state && p.best && p.best.samples.length) rows = [{ name: configText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
   $("finals").hidden = !rows.length;
   if (!rows.length) return;
   const mid = new Map(rows.map((row) => [row, median(row.samples)]));

@@ -12,6 +12,7 @@ function drawCharts() {
   drawProgress();
   drawMap();
   drawEffects();
+  drawBits();
   drawParallel();
 }
 
@@ -24,7 +25,7 @@ function show(i) {
   $("filter").value = "";
   $("fastest").value = 100;
   $("problem").value = i;
-  $("subtitle").textContent = [problem.label, problem.label.endsWith(` on ${problem.device}`) ? "" : problem.device, problem.created && `tuned ${problem.created.replace("T", " ").slice(0, 16)} UTC`, problem.commit && `commit ${problem.commit}`, problem.versions].filter(Boolean).join(" · ");
+  $("subtitle").textContent = [problem.label, problem.label.endsWith(` on ${problem.device}`) ? "" : problem.device, problem.created && `${problem.state ? "begun" : "tuned"} ${problem.created.replace("T", " ").slice(0, 16)} UTC`, problem.commit && `commit ${problem.commit}`, problem.versions].filter(Boolean).join(" · ");
   $("details").hidden = !problem.trials.length;
   setUpTable();
   filterRows();
@@ -36,6 +37,7 @@ function show(i) {
     drawProgress();
     setUpMap();
     drawEffects();
+    drawBits();
     setUpParallel();
     drawRows();
   }

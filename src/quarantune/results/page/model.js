@@ -11,7 +11,7 @@ function decode(raw) {
       i, outcome, phase: columns.phase[i], ms: columns.ms[i], compile: columns.compile[i], memory: columns.memory[i],
       deviceMemory: columns.deviceMemory[i], flops: columns.flops[i], moved: columns.moved[i], figures: raw.figures.map(([name]) => columns[name][i]),
       message: data.texts[columns.message[i]], log: data.texts[columns.log[i]], device: data.texts[columns.device[i]],
-      clock: columns.clock[i], samples: finals.get(i) || columns.samples[i], final: finals.has(i), ended: columns.ended[i],
+      clock: columns.clock[i], bits: columns.bits[i], batch: columns.batch[i], samples: finals.get(i) || columns.samples[i], final: finals.has(i), ended: columns.ended[i],
       values: columns.config.map((column) => column[i]),
       timed: columns.ms[i] !== null && (outcome.name === "ok" || outcome.name === "slow"),
     });

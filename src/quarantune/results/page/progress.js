@@ -15,7 +15,7 @@ function drawProgress() {
   const last = at(order[order.length - 1], order.length - 1), end = steps[steps.length - 1];
   const when = byTime ? `after ${seconds(end[0])} of ${seconds(last)}` : `as trial ${end[2] + 1} of ${order.length}`;
   $("progress-finding").textContent = `The fastest config came ${when}, ${steps.length > 1 ? `after ${plural(steps.length - 1, "improvement")} on the first that worked` : "the first that worked"}.`
-    + (p.best && end[1] !== p.best && p.bestMs !== null ? ` The winner was chosen among the fastest by comparing them more carefully: ${p.ms(p.bestMs)}.` : "")
+    + (!p.state && p.best && end[1] !== p.best && p.bestMs !== null ? ` The winner was chosen among the fastest by comparing them more carefully: ${p.ms(p.bestMs)}.` : "")
     + (p.trials.length && p.trialsPaused ? ` Pauses of ${seconds(p.trialsPaused)} between interrupted sweeps are left out.` : "");
   const width = Math.max(280, roomIn(host)), narrow = width < 560, left = 56, aside = `defaults ${p.defaultMs === null ? "" : p.ms(p.defaultMs)}`,
     right = width - (narrow ? 16 : 18 + textWidth(aside, "13px system-ui, sans-serif"));

@@ -1,16 +1,25 @@
 // The winner against the defaults, and how the configs ended.
 function drawWinner() {
   const p = problem, best = p.bestMs;
-  $("winner-title").textContent = several ? `Winner for ${p.label}` : "Winner against the defaults";
+  $("winner-title").textContent = p.state ? (p.best ? "The best config so far" : !p.trials.length ? "No config has ended" : "No config has worked") + (several ? ` for ${p.label}` : "")
+    : several ? `Winner for ${p.label}` : "Winner against the defaults";
   const wins = p.defaultsWin;
   const searched = p.space === null ? "" : p.seen === p.space ? ` among all ${plural(p.space, "config")}` : ` among ${p.seen?.toLocaleString("en")} configs tried of ${p.space.toLocaleString("en")}`;
-  let text = p.choice.length ? `${p.bestText} is the choice${searched}` : "The only config";
+  if (p.state && !p.best) {
+    $("winner-finding").textContent = `The sweep ${p.state === "running" ? "runs" : p.state === "failed" ? "failed" : "was interrupted"}: ${p.progress}.`;
+    $("winner-why").textContent = "";
+    clear($("winner-body")).append(outcomeStrip(p));
+    $("winner-note").textContent = p.note;
+    $("winner-copy").replaceChildren();
+    return;
+  }
+  let text = !p.choice.length ? "The only config" : p.state ? `${p.bestText} is the best of ${p.progress} so far` : `${p.bestText} is the choice${searched}`;
   if (best !== null) text += p.choice.length ? `: ${p.ms(best)}` : ` takes ${p.ms(best)}`;
   if (wins) text += p.choice.length ? ". The defaults are the best choice." : ".";
   else if (p.compared) text += `, ${p.compared}${p.interval ? ` (the noise allows ${p.interval})` : ""}.`;
   else text += p.default && p.default.outcome.failed ? `. The defaults ended as ${p.default.outcome.label}.` : ".";
   $("winner-finding").textContent = text;
-  $("winner-why").textContent = p.why && p.choice.length ? `It ${p.why}.` : "";
+  $("winner-why").textContent = p.why && p.choice.length && !p.state ? `It ${p.why}.` : "";
   const body = clear($("winner-body"));
   body.append(el("div", { class: "choice" },
     el("p", { class: "big" }, best === null ? "–" : p.ms(best), p.compared && !wins ? el("span", { class: "gain", text: p.compared }) : null),
@@ -27,7 +36,7 @@ function drawWinner() {
 
 function drawBars(host, p, wins) {
   const rows = [];
-  if (p.bestMs !== null) rows.push(["Winner", p.bestMs, "best", p.bestText]);
+  if (p.bestMs !== null) rows.push([p.state ? "Best so far" : "Winner", p.bestMs, "best", p.bestText]);
   if (p.defaultMs !== null && !wins) rows.push(["Defaults", p.defaultMs, "was", p.default ? configText(p, p.default) : "the function's own values"]);
   if (p.timed.length > 2) rows.push(["Median config", median(p.timed.map((t) => t.ms)), "other", `of ${plural(p.timed.length, "timed config")}`]);
   if (p.timed.length > 1) rows.push([p.timed.some((t) => t.ms === p.high && t.outcome.name === "slow") ? "Slowest, at least" : "Slowest", p.high, "other", "of the timed configs"]);
@@ -39,7 +48,7 @@ function drawBars(host, p, wins) {
 function drawShares(host, p) {
   const rows = sharesOf(p, p.best && { ...p.best, ms: p.bestMs }).map(({ name, share, peak }) => [name, share, "best", `of the device's peak of ${peak}, by the compiler's count`]);
   if (!rows.length) return;
-  host.append(el("p", { class: "muted shares", text: `The winner's share of the device's peak${rows.some(([, share]) => share > 1) ? "; beyond it, caches serve a part" : ""}` }),
+  host.append(el("p", { class: "muted shares", text: `The ${p.state ? "best config" : "winner"}'s share of the device's peak${rows.some(([, share]) => share > 1) ? "; beyond it, caches serve a part" : ""}` }),
     barChart(host, rows, 1, percent, true));
 }
 

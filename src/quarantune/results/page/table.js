@@ -47,6 +47,7 @@ function columnsOf(p) {
     { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     ...p.figures.map(([name, heading, title], at) => numbers(name, heading, (t) => t.figures[at], digits, title)),
+    ...["bits", "batch"].filter((name) => new Set(p.trials.map((t) => t[name])).size > 1).map((name) => ({ key: name, name, get: (t) => t[name], by: (t) => t[name] })),
     numbers("compile", "compile s", (t) => t.compile, digits),
     numbers("memory", "memory", (t) => t.memory, bytes, "most host memory that the worker held"),
     ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays")] : []),

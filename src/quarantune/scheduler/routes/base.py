@@ -301,6 +301,7 @@ class TrialRoute:
             references=len(run.reference.fds),
             standard=run.reference.standard,
             keeps=run.reference.keeps,
+            saves=run.reference.is_default(job.index),  # the final has them, however slow they are
             ranks=self._ranks,
             last=self._ends_with(worker),
         )
@@ -343,7 +344,8 @@ class TrialRoute:
 
     def _end_as_slow(self, worker: Worker, job: Job, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
-        self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
+        keeps = job.executable_fd >= 0 and self._run.reference.is_default(job.index)
+        self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, keeps=keeps, **times)
         worker.give_up()
 
 
