@@ -17,14 +17,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "pictures"
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
 import pyte  # noqa: E402
 from browser import Browser, browser  # noqa: E402
 from document_blocks import blocks_of  # noqa: E402
 from terminals import Recording, record  # noqa: E402
 
-SECTIONS = ("winner", "finals", "pareto", "progress", "map", "effects", "parallel", "trials")
+SECTIONS = ("winner", "finals", "scatter", "progress", "map", "effects", "parallel", "trials")
 TERMINALS = (80, 120)
 STYLE = """
 body { margin: 0; display: inline-block; background: #14181c; }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quarantune.sweep.request import SweepRequest, Swept
     from quarantune.values.configs import Config
 
-pytest.register_assert_rewrite("cached_functions", "helpers", "scripted")
+pytest.register_assert_rewrite("agreeing", "cached_functions", "helpers", "scripted")
 # Otherwise every process that a test starts compiles every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -54,6 +54,40 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("QUARANTUNE_CACHE_DIR", str(directory))
     monkeypatch.setenv("QUARANTUNE_PROGRESS", "0")
     return directory
+
+
+@pytest.fixture(autouse=True)
+def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checks every result that the test gets or shows: all that is told of it has to agree with its trials."""
+    if "quarantune.results.result" not in sys.modules:
+        yield
+        return
+    import agreeing
+
+    from quarantune.results.report_data import PlainResult
+    from quarantune.results.result import TuningResult
+
+    made: dict[int, tuple[PlainResult, bool]] = {}
+    of, table = PlainResult.of.__func__, TuningResult.table  # type: ignore[attr-defined]
+
+    def noted(result: PlainResult, *, is_real: bool) -> Any:
+        if len(made) < agreeing.MOST_RESULTS and len(result.trials) <= agreeing.MOST_TRIALS:
+            made[id(result)] = agreeing.without_objects(result), is_real
+        return result
+
+    def noted_of(cls: type[PlainResult], *args: Any, **fields: Any) -> PlainResult:
+        result = of(cls, *args, **fields)
+        is_part = not agreeing.has_one_trial_per_config(result)  # a contextual result is made of it
+        return result if is_part else noted(result, is_real=True)
+
+    monkeypatch.setattr(PlainResult, "of", classmethod(noted_of))
+    monkeypatch.setattr(TuningResult, "table", lambda self, **options: table(noted(self, is_real=False), **options))
+    if (contextual := sys.modules.get("quarantune.tuning.contextual_job")) is not None:
+        kind = contextual.ContextualResult
+        monkeypatch.setattr(contextual, "ContextualResult", lambda **fields: noted(kind(**fields), is_real=True))
+    yield
+    for result, is_real in list(made.values()):  # a check may make further results
+        agreeing.check_any(result, tmp_path, is_real=is_real)
 
 
 @pytest.fixture

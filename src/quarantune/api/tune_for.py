@@ -77,6 +77,14 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         return max(map(operator.truediv, times_ms(trial), best_ms)) if by == WORST else trial.time_ms or math.nan
 
     best, default = min(usable, key=score), results[0].default_config
+    # A mean with a bound in it is a bound. The winner stays `ok`: nothing else is known to be better.
+    stopped = {text for each in found for text, trial in each.items() if trial.is_bound} - {text_of(best.config)}
+    trials = tuple(
+        dataclasses.replace(trial, outcome=Outcome.SLOW, message="a call with it was stopped early")
+        if trial.outcome is Outcome.OK and text_of(trial.config) in stopped
+        else trial
+        for trial in trials
+    )
     default_ms = next((trial.time_ms for trial in usable if equal(trial.config, default)), None)
     compared = Findings(best.time_ms or math.nan, default_ms)
     findings = findings_now(first.call, compared, trials, results[0].findings.search)

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import sysconfig
 import types
 import warnings
 from types import TracebackType
 
 _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
 """Packages whose frames may stand between a user's call and a warning."""
+_FRAME = r'  File "([^"\n]+)", line \d+,? in [^\n]*(?:\n    [^\n]*)*(?:\n|\Z)'
+"""A frame in a traceback or in faulthandler's report, with its lines of code."""
+_FRAMES = re.compile(f"(?:{_FRAME}){{2,}}")
+_INSIDE = re.compile(
+    "|".join(
+        [
+            "<frozen ",
+            re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep),
+            rf"{re.escape(sysconfig.get_path('stdlib') + os.sep)}(?!site-packages|dist-packages)",
+            r".*/(?:site|dist)-packages/jax(?:lib)?/",
+        ]
+    )
+)
+"""Files of this package, of JAX and of Python itself."""
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -55,6 +72,32 @@ def hide_own_frames(error: BaseException) -> None:
     while trace is not None and _package(trace.tb_frame) in _PASSED_THROUGH | sys.stdlib_module_names:
         trace = trace.tb_next
     error.__traceback__ = trace
+
+
+def folded(log: str) -> str:
+    """Returns a log in which a line stands for several frames in a row of this package, of JAX or of Python."""
+    return _FRAMES.sub(_folded_run, log)
+
+
+def _folded_run(frames: re.Match[str]) -> str:
+    kept, inside = list[str](), list[str]()
+
+    def close() -> None:
+        if len(inside) > 1:
+            kept.append(f"  ... {len(inside)} frames of quarantune, JAX and Python\n")
+        else:
+            kept.extend(inside)
+        inside.clear()
+
+    for frame in re.finditer(_FRAME, frames[0]):
+        if _INSIDE.match(frame[1]):
+            inside.append(frame[0])
+        else:
+            close()
+            kept.append(frame[0])
+    close()
+    text = "".join(kept)
+    return text if frames[0].endswith("\n") else text.removesuffix("\n")
 
 
 def users_frame() -> types.FrameType:

@@ -43,6 +43,7 @@ class BitsReport:
         fastest: the fastest config with the bits of the defaults' output, perhaps the defaults; None if unknown.
         fastest_ms: its time in milliseconds, from the final if it took part.
         price: that time divided by the winner's time; 1 if the winner has those bits itself; None if unknown.
+        is_bound: whether that config was stopped early, so that its time and the price are lower bounds.
     """
 
     tunables: tuple[TunableBits, ...]
@@ -50,6 +51,7 @@ class BitsReport:
     fastest: Config | None = None
     fastest_ms: float | None = None
     price: float | None = None
+    is_bound: bool = False
 
     def __str__(self) -> str:
         """Returns the report in a few lines."""
@@ -66,8 +68,9 @@ class BitsReport:
         told = [", ".join(names).replace(f" {verdict},", ",") for verdict, names in found.items() if verdict and names]
         lines = [f"bits: {'; '.join(told)}"] if told else []
         if self.fastest is not None and self.price is not None:
-            who = f"{format_config(self.fastest)}, the fastest config with them, takes {self.fastest_ms:.4g} ms"
-            cost = f"the defaults' bits cost {ratio_text(self.price)}: {who}"
+            least = "at least " if self.is_bound else ""
+            who = f"{format_config(self.fastest)}, the fastest config with them, takes {least}{self.fastest_ms:.4g} ms"
+            cost = f"the defaults' bits cost {least}{ratio_text(self.price)}: {who}"
             lines.append("the winner has the defaults' bits" if self.price == 1 else cost)
         return lines
 
@@ -89,7 +92,8 @@ def bits_of(trials: Sequence[Trial], *, best: Trial | None, defaults: Trial | No
     if best is None or not best.time_ms or (fastest := _fastest(known_ms, best)) is None:
         return BitsReport(tunables, is_whole)
     price = 1.0 if fastest is best else _ms(fastest) / best.time_ms
-    return BitsReport(tunables, is_whole, fastest.config, _ms(fastest), price)
+    is_bound = fastest.outcome is Outcome.SLOW
+    return BitsReport(tunables, is_whole, fastest.config, _ms(fastest), price, is_bound)
 
 
 def exact_winner(trials: Collection[Trial], best: Trial) -> Trial | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 from quarantune.cache import entries
@@ -14,7 +15,7 @@ from quarantune.cache.store import Store
 from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.values.codec import canonical_json, frozen, text_of
 from quarantune.values.texts import shown
-from quarantune.values.trial import Findings, Trial
+from quarantune.values.trial import Findings, Outcome, Trial
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
@@ -60,6 +61,11 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
             is_concluded = is_winner and (not found or findings.time_ms in [trial.time_ms for trial in found])
             if is_concluded:
                 finalists, tie = found, [frozen(config) for config in record["tie"]]
+    best = text_of(entry["config"])
+    if not is_concluded and best in trials and findings.time_ms > 0:
+        # The winner has the one time that was saved; the samples of its first measurement are of another.
+        known = dataclasses.replace(trials[best], outcome=Outcome.OK, time_ms=findings.time_ms, samples_ms=())
+        trials[best] = known
     trials |= {text: trial for trial in finalists if (text := text_of(trial.config)) in trials}
     result = PlainResult.of(
         findings,
@@ -81,5 +87,5 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     elif is_concluded:
         origin = ""
     else:
-        origin = "The times of the trials are from their first measurement, before the final."
+        origin = "The times of the other trials are from their first measurement, before the final."
     return ResultData(result, entry.get("key_values"), origin)

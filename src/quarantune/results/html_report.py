@@ -19,15 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.results import report, saved_files
+from quarantune.results import report, saved_files, times
 from quarantune.results.report_data import ResultData
 from quarantune.values.codec import JsonObject, as_json, canonical_json, is_number, text_of
 from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable
-from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_text, ranked_by
+from quarantune.values.trial import NO_FIGURES, TIME, Findings, Outcome, Trial, interval_text, ranked_by
 
 _SCRIPTS = [
-    *("base", "model", "summary", "finals", "pareto", "progress"),
+    *("base", "model", "summary", "finals", "scatter", "progress"),
     *("map", "effects", "bits", "parallel", "table", "shapes", "main", "live"),
 ]
 """The parts of the page's program, each after the parts that it needs."""
@@ -100,7 +100,8 @@ def _in_words(data: JsonObject) -> str:
     """Returns the choices in words, for browsers that run no scripts."""
     parts = []
     for problem in data["problems"]:
-        best = "" if problem["bestMs"] is None else f", {problem['bestMs']:g} ms"
+        factor, unit = data["unit"]
+        best = "" if problem["bestMs"] is None else f", {problem['bestMs'] * factor:.3g} {unit}"
         so_far = f" ({problem['state']}: {problem['progress']})" if problem["state"] else ""
         choice = problem["bestText"] or "no config has worked"
         parts.append(f"{problem['label']}: {choice}{best}{so_far}")
@@ -117,6 +118,8 @@ _TEXT_BYTES = 1_200_000
 _VALUE_BYTES = 300_000
 """Most bytes of the texts of config values in one report. Beyond this, the longest are cut."""
 _LONGEST_LABEL = 300
+_DIGITS = 6
+"""Significant digits of most numbers in a report."""
 _MOST_SAMPLES = 100_000
 """Most samples in one report, not counting finalists'. Beyond this, the slowest configs lose theirs."""
 _MOST_TRIALS = 20_000
@@ -135,14 +138,18 @@ def page_data(results: Sequence[ResultData]) -> JsonObject:
     trials_left, samples_left = _MOST_TRIALS, _MOST_SAMPLES
     ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
     is_of_one_device = len({data.result.device for data in ordered}) == 1
+    unit, factor = times.unit_of(data.result.time_ms for data in ordered)
     problems = []
     for data in ordered:
         problem = _problem(data, texts, trials_left, samples_left, names_device=not is_of_one_device)
+        calls = [call.text(unit, factor) for call in data.result.calls]
+        problem["note"] = printable("; ".join(filter(None, (problem["note"], *calls))))
         problems.append(problem)
         trials_left -= problem["trials"]["n"]
         samples_left -= sum(map(len, problem["trials"]["samples"]))
     return {
         "title": _label(ordered[0].result.name or "a tuned function"),
+        "unit": [factor, unit],
         "outcomes": [[outcome.value, outcome.is_failure] for outcome in Outcome],
         "problems": problems,
         "texts": _fitted(list(texts), _TEXT_BYTES),
@@ -173,6 +180,8 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     is_by_time, bits = ranked_by(result.findings) == TIME, result.bits()
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    tunables, columns = _columns(trials)
+    labels = _labels([trial.config for trial in final.values()], result.best_config)
     return {
         "label": _label(", ".join(filter(None, (f"{label} on {result.device}" if names_device else label, data.when)))),
         "when": data.when,
@@ -186,12 +195,12 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
         "defaultsWin": result.has_winner and own == text_of(result.best_config),
-        "compared": result.findings.compared if is_by_time else result.findings.text(),
+        "compared": result.findings.compared if is_by_time else _scores(result.findings),
         "interval": interval_text(result.speedup_interval if is_by_time else None),
         "tie": _places(result.tie, places),
         "finalists": [
-            [places.get(text), _label(format_config(trial.config)), text == own, _samples(trial)]
-            for text, trial in final.items()
+            [places.get(text), label, text == own, _samples(trial)]
+            for (text, trial), label in zip(final.items(), labels, strict=True)
         ],
         "stopped": _label(result.stopped),
         "seen": result.seen,
@@ -207,9 +216,53 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "bitsFinding": printable("; ".join(bits.lines).removeprefix("bits: ")),
         "pareto": _places([trial.config for trial in result.pareto()], places),
         "figures": [[name, *about] for name, (*about, _) in report.beside_time(trials).items()],
-        "tunables": (columns := _columns(trials))[0],
-        "trials": _encoded(trials, columns[1], texts, samples_left, finalists),
+        "tunables": tunables,
+        "effects": [_effect(values, len(it["values"]), trials) for it, values in zip(tunables, columns, strict=True)],
+        "bestSoFar": times.best_so_far(trials),
+        "trials": _encoded(trials, columns, texts, samples_left, finalists)
+        | {"kind": [times.kind_of(trial, result) for trial in trials]},
     }
+
+
+def _effect(values: Sequence[int], count: int, trials: Sequence[Trial]) -> JsonObject:
+    """Returns the effect of a tunable: its factor, in numbers and words, and the range of the best time by value."""
+    found = times.effect(values, count, trials)
+    ends = [None if known is None else _ends(known) for known in found.by_value]
+    return {"factor": _ends(found.factor), "text": found.text, "notable": found.is_notable, "best": ends}
+
+
+def _ends(known: times.Range) -> list[float | None]:
+    """Returns the ends of a range, rounded outwards unless it is known; None for an infinite one."""
+    if known.is_known:
+        return [_rounded(known.least)] * 2
+    return [
+        times.rounded(known.least, _DIGITS, up=False),
+        None if known.most == math.inf else times.rounded(known.most, _DIGITS, up=True),
+    ]
+
+
+def _labels(configs: Sequence[Config], best: Config) -> list[str]:
+    """Returns a label for each finalist: where it differs from the winner, and of the winner what varies."""
+    flat, won = list(map(_flat, configs)), _flat(best)
+    alike = {text_of(values) for values in flat} == {text_of(won)}
+
+    def told(values: JsonObject) -> JsonObject:
+        others = flat if text_of(values) == text_of(won) else [won]
+        names = dict.fromkeys(name for each in (values, *others) for name in each)
+        return {
+            name: values.get(name, "unset")
+            for name in names
+            if any(text_of(values.get(name, report.UNSET)) != text_of(it.get(name, report.UNSET)) for it in others)
+        }
+
+    return [_label(format_config(values if alike else told(values))) for values in flat]
+
+
+def _scores(found: Findings) -> str:
+    """Returns how the winner compares with the defaults by an objective that is not time."""
+    if found.score is None or not found.compared:
+        return "" if found.score is None else found.amount(found.score)
+    return f"{found.compared} ({found.amount(found.score)} against {found.amount(found.default_score or 0.0)})"
 
 
 def _peaks(data: ResultData) -> JsonObject | None:
@@ -275,7 +328,7 @@ def _encoded(
         "config": columns,
         "outcome": [outcomes.index(trial.outcome) for trial in trials],
         "phase": [trial.phase.value if trial.phase is not None else "" for trial in trials],
-        "ms": [_rounded(report.shown_ms(trial)) for trial in trials],
+        "ms": [None if (known := times.range_of(trial)) is None else _ends(known)[0] for trial in trials],
         "compile": [_rounded(trial.compile_s, 4) for trial in trials],
         "memory": [trial.peak_memory_bytes for trial in trials],
         "deviceMemory": [trial.device_memory_bytes for trial in trials],
@@ -326,7 +379,7 @@ def _ended(trials: Sequence[Trial]) -> tuple[list[float | None], float]:
     return ended, round(paused_s)
 
 
-def _rounded(value: float | None, digits: int = 6) -> float | None:
+def _rounded(value: float | None, digits: int = _DIGITS) -> float | None:
     """Returns a number with few significant digits; None if it is unknown or not finite."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
 

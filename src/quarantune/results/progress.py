@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
+from quarantune.results import times
 from quarantune.values.codec import equal
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import END, READY, Findings, Outcome, Phase, Trial, count_outcomes
@@ -115,7 +116,7 @@ class Progress:
     def step(self, trial: Trial) -> None:
         """Counts a trial that ended."""
         self._count([trial])
-        took = "" if trial.time_ms is None else f" {trial.time_ms:.4g} ms"
+        took = f" {text} ms" if (text := times.text_of_time(trial)) else ""
         ended = f"{trial.outcome.value}{took} {trial.message}"
         _logger.info("%s: %s: %s", self.name, format_config(trial.config), ended)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import observing
+from quarantune.results import times
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
@@ -21,6 +24,7 @@ from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
     ENERGY,
     NO_FIGURES,
+    SAME_PROGRAM,
     TIME,
     Outcome,
     Trial,
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
     from quarantune.devices.targets import Target
 
 _REASON_ROWS = 20
+_ALL_ROWS, _SHORT_ROWS = 40, 20
+"""The most configs of which a table shows all by default, and its rows with more of them."""
 _MOST_REASON_CHARS = 1500
 _LEAST_CONFIG_WIDTH = 16
 _COMPILE_HEADING, _OVER = "compile s", ("over VMEM", "over shared memory")
@@ -59,6 +65,7 @@ def table(
     trials: Sequence[Trial],
     *,
     width: int | None = None,
+    rows: int | None = None,
     flops: float | None = None,
     moved_bytes: float | None = None,
 ) -> str:
@@ -70,19 +77,46 @@ def table(
         result: the result, whose winner gets a star.
         trials: its trials, in the order of the rows.
         width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
+        rows: the most rows; a line tells of the others. None for all of up to 40 configs, and the first 20 of more.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
+
+    Raises:
+        TypeError: `width` or `rows` is not a whole number.
     """
     marks = ["*" if result.is_best(trial) else "=" if result.is_tie(trial) else "" for trial in trials]
     figures = _figures(trials, result, flops, moved_bytes)
-    return _with_notes(trials, marks, figures, columns_for(width), explain(trials, result))
+    return _with_notes(trials, marks, figures, columns_for(width), explain(trials, result), rows=rows_of(trials, rows))
+
+
+def rows_of(trials: Sequence[Trial], rows: int | None) -> int:
+    """Returns the number of rows of a table of trials, at least 1; None means all of up to 40, and 20 of more.
+
+    Raises:
+        TypeError: the number is not a whole number.
+    """
+    try:
+        few = len(trials) if len(trials) <= _ALL_ROWS else _SHORT_ROWS
+        return few if rows is None else max(operator.index(rows), 1)
+    except TypeError:
+        raise TypeError(f"rows is {shown(rows)}: give a whole number of rows, or None for a short table") from None
 
 
 def _with_notes(
-    trials: Sequence[Trial], marks: Sequence[str], figures: Figures, width: int, notes: Iterable[str] = ()
+    trials: Sequence[Trial],
+    marks: Sequence[str],
+    figures: Figures,
+    width: int,
+    notes: Iterable[str] = (),
+    rows: int = sys.maxsize,
 ) -> str:
-    """Returns a table of trials; notes and the reasons of failures follow below it."""
+    """Returns a table of trials; the rows left out, notes, and the reasons of all failures follow below it."""
     alike = _alike(trials)
+    if left := trials[rows:]:
+        ends = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(left).items())
+        notes = [f"and {len(left):,} more ({ends}): rows={len(trials)} shows all", *notes]
+        figures = {heading: cells[:rows] for heading, cells in figures.items()}
+        trials, marks = trials[:rows], marks[:rows]
     below = [_wrapped(note, "  ", width) for note in map(printable, notes)]
     below += [_wrapped(note, "    ", width) for note in itertools.starmap(_note, enumerate(alike, 1))]
     return "\n".join([*_grid(trials, marks, figures, alike, width), *([""] if below else []), *below])
@@ -100,26 +134,9 @@ def columns_for(width: int | None) -> int:
         raise TypeError(f"width is {shown(width)}: give a whole number of columns, or None for the terminal") from None
 
 
-def by_time(result: PlainResult) -> list[Trial]:
-    """Returns the winner, then finalists and then other trials by figure, then trials without a figure by outcome."""
-    outcomes = list(Outcome)
-
-    def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
-        figure = shown_ms(trial) if ranked_by(trial) == TIME else trial.figure
-        is_other, place = not result.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
-        return (not result.is_best(trial), figure is None, is_other, figure or 0.0, place)
-
-    return sorted(result.trials, key=rank)
-
-
-def shown_ms(trial: Trial) -> float | None:
-    """Returns the time of a trial in milliseconds; of a trial that was stopped early, the time of its fastest run."""
-    return trial.merit if trial.outcome is Outcome.SLOW else trial.time_ms
-
-
 def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by heading; device memory has a column if it differs."""
-    figures = {"ms": [_time_text(trial) for trial in trials]}
+    figures = {"ms": [times.text_of_time(trial) for trial in trials]}
     if any(trial.is_ruled_out for trial in trials):
         figures["cheap ms"] = [_number(trial.cheap_ms) for trial in trials]
     figures |= {heading: list(map(_number, values)) for heading, _, values in beside_time(trials).values()}
@@ -134,15 +151,9 @@ def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, 
             figures[name] = [getattr(trial, name) or "" for trial in trials]
     for heading, amount in (("TFLOP/s", flops and flops / 1e12), ("GB/s", moved_bytes and moved_bytes / 1e9)):
         if amount is not None:
-            times = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]
-            figures[heading] = [_number(amount / (1e-3 * time_ms) if time_ms else None) for time_ms in times]
+            known = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]
+            figures[heading] = [_number(amount / (1e-3 * time_ms) if time_ms else None) for time_ms in known]
     return figures
-
-
-def _time_text(trial: Trial) -> str:
-    """Returns the time of a trial as text, such as `> 23.8` for a trial that was stopped early."""
-    time_ms = shown_ms(trial)
-    return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
 
 
 def _speedup_text(trial: Trial, result: PlainResult) -> str:
@@ -171,17 +182,23 @@ def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float
 def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
     """Groups the trials that have a reason by it; messages that differ only in numbers are one reason."""
     groups: dict[tuple[object, ...], list[Trial]] = {}
+    trials = list(trials)
+    # A reason that configs share because their program is the same is told once, without the name of the other config.
+    own = {_reason(trial) for trial in trials if not trial.message.startswith(SAME_PROGRAM)} - {""}
     for trial in trials:
         if (message := _reason(trial)) and (trial.outcome is not Outcome.SLOW or trial.is_ruled_out):
+            if message.startswith(SAME_PROGRAM):
+                message = next((reason for reason in own if message.endswith(f": {reason}")), message)
             groups.setdefault((trial.outcome, trial.phase, _NUMBER.sub("#", message)), []).append(trial)
-    return list(groups.values())
+    return [sorted(group, key=lambda trial: trial.message.startswith(SAME_PROGRAM)) for group in groups.values()]
 
 
 def _note(number: int, alike: Sequence[Trial]) -> str:
     """Returns the note on trials with the same reason."""
     one = alike[0]
     how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
-    first = f", for {format_config(one.config)}" if len(set(map(_reason, alike))) > 1 else ""
+    reasons = {_reason(trial) for trial in alike if not trial.message.startswith(SAME_PROGRAM)}
+    first = f", for {format_config(one.config)}" if len(reasons) > 1 else ""
     text = cut(_reason(one), _MOST_REASON_CHARS)
     return f"[{number}] {_ending(one)}{how_many}{first}: {text}{_place(one)}"
 
@@ -318,8 +335,8 @@ def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
     notes += result.bits().lines
     if any(trial.is_ruled_out for trial in trials):
         notes.append("cheap ms: the time of a cheaply compiled program, to find the configs that may win")
-    if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
-        notes.append("> stopped early: even its fastest run took this long")
+    if any(trial.is_bound for trial in trials):
+        notes.append("> stopped early: every run took at least this long")
     return notes
 
 
@@ -330,30 +347,67 @@ def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
         return ""
     if why := _WHY.get(result.by):
         return why
-    timed = sorted(
-        (trial.figure, index)
-        for index, trial in enumerate(trials)
-        if trial.outcome is Outcome.OK and trial.figure is not None and not result.is_best(trial)
-        if result.is_finalist(trial) or not result.finalists
-    )
-    if not timed:
-        return "is the only config that was measured to the end"
-    following, index = timed[0]
-    other = format_config(trials[index].config)
-    if (what := ranked_by(best)) != TIME:
-        alike = f"ties with {_named(result.tie)} (=) in its {what}" if result.tie else f"has the lowest {what}"
-        return f"{alike}: {best.figure:.4g}, where {other} has {following:.4g}"
-    is_fastest = best.time_ms <= following
+    following, unsettled = times.rivals(trials, result)
+    what = ranked_by(best)
     if result.tie:
-        level = f"is as fast as {_named(result.tie)} (=) as far as the noise tells"
-        if result.is_default(best):
-            return f"{level}; among equals the function's own defaults win"
-        return f"{level}, and has the lowest time" if is_fastest else f"{level}; among equals the first config wins"
-    if is_fastest:
-        longer = following / best.time_ms - 1
-        return f"is the fastest; the next, {other}, takes {longer:.{1 if longer < 0.1 else 0}%} longer"
-    before = "before it, or with cold caches" if best.clock == "device" else "before it"
-    return f"won the final, in which the fastest are timed in turn; the lower time of {other} was taken {before}"
+        return _why_of_equals(best, trials, result, [it for it in (following, unsettled) if it is not None])
+    if following is None or following.figure is None:
+        return f"is the only config that was measured to the end{_beside(best, unsettled)}"
+    other, figure = format_config(following.config), best.figure or 0.0
+    if what != TIME and figure <= following.figure:
+        return f"has the lowest {what}: {figure:.4g}, where {other} has {following.figure:.4g}"
+    if figure <= following.figure:
+        is_sure = unsettled is None or figure <= (unsettled.figure or 0.0)
+        fastest = "is the fastest" if is_sure else "is the fastest that was measured to the end"
+        longer = _percent(following.figure / best.time_ms - 1)
+        return f"{fastest}; the next, {other}, takes {longer} longer{_beside(best, unsettled)}"
+    lower = "time" if what == TIME else what
+    if not result.finalists and not result.from_cache:
+        return (
+            f"had the fastest run; {other} has the lower median" if what == TIME and _ran_fastest(best, trials) else ""
+        )
+    when = "with cold caches" if result.is_finalist(following) and best.clock == "device" else "before it"
+    return f"won the final, in which the fastest are timed in turn; the lower {lower} of {other} was taken {when}"
+
+
+def _why_of_equals(best: Trial, trials: Sequence[Trial], result: PlainResult, others: Sequence[Trial]) -> str:
+    """Returns the reason why the winner won among configs that tie with it."""
+    what, named, figure = ranked_by(best), _named(result.tie), best.figure or 0.0
+    level = f"is as fast as {named} (=) as far as the noise tells"
+    if what != TIME:
+        return f"ties with {named} (=) in its {what}: {figure:.4g}"
+    if result.is_default(best):
+        return f"{level}; among equals the function's own defaults win"
+    if all(figure <= (other.figure or 0.0) for other in others):
+        return f"{level}, and has the lowest time"
+    lower = [at for at, trial in enumerate(trials) if result.is_tie(trial) and (trial.figure or math.inf) < figure]
+    if not lower:
+        return f"{level}, and has the lowest time of them"
+    places = {id(trial): at for at, trial in enumerate(result.trials)}
+    is_first = all(places[id(best)] < places[id(trials[at])] for at in lower)
+    return f"{level}; among equals the first config wins" if is_first else level
+
+
+def _beside(best: Trial, unsettled: Trial | None) -> str:
+    """Returns what is known of a config that was stopped early, as the end of a sentence; empty without one."""
+    if unsettled is None or unsettled.time_ms is None or best.time_ms is None:
+        return ""
+    name, longer = format_config(unsettled.config), unsettled.time_ms / best.time_ms - 1
+    if longer <= 0:
+        return f"; {name} was stopped early, before its time was known"
+    return f"; {name}, stopped early, takes at least {_percent(longer, is_bound=True)} longer"
+
+
+def _percent(share: float, *, is_bound: bool = False) -> str:
+    """Returns a share as text, with one decimal below 10%; a bound is rounded down."""
+    decimals = 1 if share < 0.1 else 0
+    shown = math.floor(share * 10 ** (2 + decimals)) / 10 ** (2 + decimals) if is_bound else share
+    return f"{shown:.{decimals}%}"
+
+
+def _ran_fastest(best: Trial, trials: Sequence[Trial]) -> bool:
+    merits = [trial.merit for trial in trials if trial.is_usable and trial.merit is not None]
+    return best.merit is not None and best.merit <= min(merits, default=math.inf)
 
 
 def _named(configs: Sequence[Config]) -> str:
@@ -394,6 +448,7 @@ def _fields(trial: Trial, result: PlainResult) -> Row:
     roles = ("is_finalist", "is_best", "is_tie", "is_default")
     return {
         **own("outcome", "phase", "time_ms"),
+        "time_kind": times.kind_of(trial, result),
         "speedup": result.speedup_of(trial),
         **{name: getattr(result, name)(trial) for name in roles},
         **own("samples_ms", "own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),

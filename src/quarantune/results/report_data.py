@@ -48,7 +48,11 @@ class CallShare(Record):
     best_ms: Milliseconds
 
     def __str__(self) -> str:
-        times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
+        return self.text("ms", 1.0)
+
+    def text(self, unit: str, factor: float) -> str:
+        """Returns the call in words, its time in a unit of which a millisecond has `factor`."""
+        times = f"{self.time_ms * factor:.4g} {unit}, {ratio_text(self.time_ms / self.best_ms)} of its own best"
         return f"{printable(self.call)}: {times}, weight {self.weight:g}"
 
 
@@ -112,7 +116,8 @@ class PlainResult(Record):
 
     def is_finalist(self, trial: Trial) -> bool:
         """Whether a trial has times of the final: its config, or another with the same program, took part."""
-        return trial.samples_ms in [finalist.samples_ms for finalist in self.finalists]
+        own = trial.samples_ms
+        return any((own and own == it.samples_ms) or equal(trial.config, it.config) for it in self.finalists)
 
     def is_best(self, trial: Trial) -> bool:
         """Whether a trial is the winner's."""
@@ -140,18 +145,20 @@ class PlainResult(Record):
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.
 
-        Each further config is slower and takes less memory. A config that was stopped early counts with the time it had
-        then. Configs of unknown device memory are left out; a result from the cache has no trials.
+        Each further config is slower and takes less memory. A config that was stopped early counts with its bound, and
+        beats none that was measured to the end. Configs of unknown device memory are left out; a result from the cache
+        has no trials.
         """
         sized = [
             (trial.time_ms, size, trial)
             for trial in self.trials
             if trial.time_ms is not None and (size := trial.device_memory_bytes) is not None
         ]
-        kept, least = list[Trial](), math.inf
+        kept, least = list[Trial](), {False: math.inf, True: math.inf}
         for _, size, trial in sorted(sized, key=lambda it: it[:2]):
-            if size < least:
-                kept, least = [*kept, trial], size
+            if size < least[False] and (not trial.is_bound or size < least[True]):
+                kept.append(trial)
+                least[trial.is_bound] = size
         return tuple(kept)
 
 

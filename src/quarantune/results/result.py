@@ -21,7 +21,7 @@ from quarantune.devices import discovery
 from quarantune.functions import versions
 from quarantune.functions.binding import Arguments, bind_config, function_inside, jitted_with
 from quarantune.metrics import KernelMetrics, from_counts
-from quarantune.results import html_report, report, saved_files
+from quarantune.results import html_report, report, saved_files, times
 from quarantune.results.from_cache import cached_result
 from quarantune.results.report import Row
 from quarantune.results.report_data import PlainResult, ResultData
@@ -29,7 +29,16 @@ from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultEr
 from quarantune.transport import pickling
 from quarantune.transport.executable import from_pickle
 from quarantune.values import blocks
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore
+from quarantune.values.codec import (
+    IN_MEMORY,
+    DamageError,
+    JsonObject,
+    as_json,
+    decode_json,
+    originals,
+    restore,
+    text_of,
+)
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import printable
 from quarantune.values.trial import SCORES, Outcome, Trial, count_outcomes
@@ -141,14 +150,22 @@ class TuningResult(PlainResult):
         jitted, config = jitted_with(fn, self.best_config)
         return str(jitted.lower(*args, **kwargs, **config).compile().as_text())
 
-    def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
+    def table(
+        self,
+        *,
+        width: int | None = None,
+        rows: int | None = None,
+        flops: float | None = None,
+        bytes: float | None = None,
+    ) -> str:
         """Returns the trials as a table, the fastest first, with the reasons for the winner and for each failure.
 
         The winner has a star, the configs that tie with it have an equals sign. `> 23.8` is the time of a `slow`
-        config: even its fastest run took that long. A result from the cache shows the cached winner.
+        config: each of its runs took at least that long. A result from the cache shows the cached winner.
 
         Args:
             width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
+            rows: the most rows; a line tells of the others. None for all of up to 40 configs, and the first 20 of more.
             flops: floating-point operations of one call, for a column of TFLOP/s.
             bytes: bytes that one call must move, for a column of GB/s.
         """
@@ -156,27 +173,26 @@ class TuningResult(PlainResult):
             columns = report.columns_for(width)
             lines = [f"* {_winner(self)}", _sweep(self), "the cache keeps the winner; tune() tries the configs again"]
             return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
-        text = report.table(self, report.by_time(self), width=width, flops=flops, moved_bytes=bytes)
+        text = report.table(self, times.in_order(self), width=width, rows=rows, flops=flops, moved_bytes=bytes)
         return "\n".join([text, *(f"  {call}" for call in self.calls)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
 
     def _repr_html_(self) -> str:
-        trials = report.by_time(self._shown)
+        trials = times.in_order(self._shown)
         parts = [repr(self)]
         if trials:
-            parts.append(report.table(self._shown, trials[:_MOST_ROWS], width=120))
-        if len(trials) > _MOST_ROWS:
-            parts.append(f"and {len(trials) - _MOST_ROWS:,} more: see table()")
+            parts.append(report.table(self._shown, trials, width=120))
         text = html.escape("\n\n".join(parts))
         return f'<pre style="margin:0">{text}</pre>'
 
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 
-        Further columns are `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. A tunable with the
-        name of another column is under `config.<name>`. A result from the cache has one row, its winner.
+        Further columns are `time_kind`, `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. A time
+        is of the kind `final`, `median`, `mean` (over several calls) or `at least` (a bound). A tunable with the name
+        of another column is under `config.<name>`. A result from the cache has one row, its winner.
         """
         shown = self._shown
         if not shown.trials:
@@ -269,7 +285,7 @@ class TuningResult(PlainResult):
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(self._shown, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
+        return ResultData(self._shown, _key_values(self.key), note)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
@@ -379,9 +395,6 @@ def _key_values(key: str) -> Any:
     return parts.get("call", key) if isinstance(parts, dict) else key
 
 
-_MOST_ROWS = 30
-
-
 def _winner(result: TuningResult) -> str:
     """Returns the winner with its time and its speed-up."""
     return f"{result.config_text}, {result.findings.text()}"
@@ -447,11 +460,19 @@ class ContextualResult(TuningResult):
     kernels: tuple[KernelChoice, ...] = dataclasses.field(default=(), metadata=IN_MEMORY)
     baseline_ms: float | None = dataclasses.field(default=None, metadata=IN_MEMORY)
 
-    def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
+    def table(
+        self,
+        *,
+        width: int | None = None,
+        rows: int | None = None,
+        flops: float | None = None,
+        bytes: float | None = None,
+    ) -> str:
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
             width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
+            rows: the most rows; a line tells of the others. None for all of up to 40 configs, and the first 20 of more.
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
             bytes: bytes that one call of the whole function must move, for a column of GB/s.
         """
@@ -459,7 +480,7 @@ class ContextualResult(TuningResult):
         for name, choice in zip(self.labels, self.kernels, strict=True):
             if choice.trials:
                 of = dataclasses.replace(self._shown, best_config=choice.config, tie=choice.tie, trials=choice.trials)
-                table = report.table(of, report.by_time(of), width=width, flops=flops, moved_bytes=bytes)
+                table = report.table(of, times.in_order(of), width=width, rows=rows, flops=flops, moved_bytes=bytes)
                 parts.append(f"{name}\n{table}")
             else:
                 parts.append(f"{name}: {format_config(choice.config)}")
@@ -477,9 +498,14 @@ class ContextualResult(TuningResult):
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
-        """Returns the result of the whole function: kernels are its tunables, their first configs the defaults."""
+        """Returns the result of the whole function: kernels are its tunables, their first configs the defaults.
+
+        A config that was timed again, in the choice for another kernel, has the later time.
+        """
+        last = {text_of(trial.config): trial for trial in result.trials}
         return dataclasses.replace(
             result,
+            trials=tuple(last.values()),
             best_config=self._together,
             default_config=None,
             default_time_ms=self.baseline_ms,

@@ -45,10 +45,10 @@ class FailedSweep:
 
     def table(self, *, width: int | None = None) -> str:
         """Returns the trials as a table, as `TuningFailedError.table` documents it."""
-        from quarantune.results import report  # only somebody who looks at a failure needs it
+        from quarantune.results import report, times  # only somebody who looks at a failure needs them
 
         result = self.data().result
-        return report.table(result, report.by_time(result), width=width)
+        return report.table(result, times.in_order(result), width=width)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the trials as a page, as `TuningFailedError.report` documents it."""

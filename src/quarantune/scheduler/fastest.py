@@ -42,21 +42,19 @@ class Fastest:
         if index != UNTUNED and self._by_time:
             self._fastest_first_ms = min(self._fastest_first_ms or run_ms, run_ms)
 
-    def hopeless_beside_ms(self, run_ms: float, cpu_ms: float) -> float | None:
-        """Returns the time in milliseconds that a config cannot reach, by its first run; None while it may win.
+    def is_hopeless(self, run_ms: float, cpu_ms: float) -> bool:
+        """Returns whether a config cannot win, by its first run.
 
         Args:
             run_ms: the wall time of its first run.
             cpu_ms: the time without waits for a CPU.
         """
-        fastest_ms = min(ms for ms in (self.best_median_ms, run_ms) if ms is not None)
-        is_hopeless = sampling.is_hopeless(
+        return sampling.is_hopeless(
             cpu_ms,
-            fastest_ms=fastest_ms,
+            fastest_ms=min(ms for ms in (self.best_median_ms, run_ms) if ms is not None),
             fastest_first_ms=self._fastest_first_ms or math.inf,
             disturbance=self.disturbance,
         )
-        return fastest_ms if is_hopeless else None
 
     @property
     def fastest_ms(self) -> float | None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from quarantune.host.frames import folded
 from quarantune.measure.objective import scored
 from quarantune.scheduler.compile_times import CompileTimes
 from quarantune.scheduler.fastest import Fastest
@@ -16,7 +17,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
+from quarantune.values.trial import SAME_PROGRAM, UNTUNED, Outcome, Phase, Route, Trial
 
 _LOG_TAIL_CHARS = 2000
 
@@ -336,7 +337,7 @@ class Jobs:
         assert first.end is not None
         trial, log = first.end
         self._fastest.ran_as[job.index] = first.index
-        same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
+        same = f"{SAME_PROGRAM}{'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
         trial = scored(
             dataclasses.replace(trial, config=job.config, message=message, program=job.program), self._plan.objective
@@ -362,6 +363,7 @@ class Jobs:
 
 def _informative_part(log: str) -> str:
     """Returns a log's end, or the text around the start of faulthandler's report, which has the latest call first."""
+    log = folded(log)
     report = max(log.rfind("Fatal Python error"), log.rfind("(most recent call first):"))
     start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
     return log[max(0, start) :][:_LOG_TAIL_CHARS]

@@ -167,8 +167,8 @@ class Replies:
             return
         verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
-            message = f"at best {min(reply.samples_ms):.4g} ms; another config takes {fastest.best_median_ms:.4g}"
-            verdict = WorkerVerdict(Outcome.SLOW, message)
+            # Without times: the trial has them, and one of another config may change in the final.
+            verdict = WorkerVerdict(Outcome.SLOW, "it was stopped early, because another config is clearly faster")
         else:
             fastest.note_time(job.index, reply.ranking_ms)
         run.jobs.finish(

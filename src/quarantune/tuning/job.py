@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,12 +55,15 @@ from quarantune.values.trial import (
     Trial,
     TuningFailedError,
     count_outcomes,
+    interval_text,
     pruned_trial,
     with_bits,
 )
 
 _logger = logging.getLogger("quarantune")
 
+_WIDE = 1.2
+"""Ratio of the ends of an interval of speed-ups from which a warning tells that the samples scattered."""
 _FIRST = 16
 """How many configs with the best estimates of a compile check run first, whatever their estimates."""
 _FAR = 4.0
@@ -424,10 +426,7 @@ class TuningJob:
     def _conclude(self, swept: Swept, progress: Progress) -> TuningResult:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
-        usable = [trial for trial in self._ledger.trials.values() if trial.is_usable]
-        if not usable and self._options.numerics == BITWISE and swept.untuned is not None and swept.untuned.is_usable:
-            usable = [swept.untuned]  # no config has the defaults' bits
-        if not usable:
+        if not self._has_winner(swept):
             progress.end(f"all {len(self._ledger.trials):,} configs failed")
             raise self._error(swept)
         default, known = self._call.default_index, {**self._ledger.trials, **swept.retimed}
@@ -436,14 +435,11 @@ class TuningJob:
         judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
         own = swept.untuned if default is None else settled.get(default)
-        settled = {
-            index: with_bits(trial, "" if own is None or own.recalled_from else own.digest)
-            for index, trial in settled.items()
-        }
+        settled = _with_bits(settled, own)
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
-        self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
+        self._log_winner(best, tie, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
         own_index = finals.default_among(settled, default)
         defaults = settled.get(own_index)
@@ -453,6 +449,7 @@ class TuningJob:
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
             interval = self._interval(swept.final, known, (winner, best), (own_index, defaults))
             findings = dataclasses.replace(findings, speedup_interval=interval)
+        self._warn_of_scatter(best, [settled[index] for index in level], findings.speedup_interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -476,6 +473,12 @@ class TuningJob:
             executable=executable,
             noise=swept.noise,
         )
+
+    def _has_winner(self, swept: Swept) -> bool:
+        """Returns whether a config may win, or the defaults because no config has their bits."""
+        own = swept.untuned
+        can_fall_back = self._options.numerics == BITWISE and own is not None and own.is_usable
+        return can_fall_back or any(trial.is_usable for trial in self._ledger.trials.values())
 
     def _interval(self, final: finals.Final, before: Mapping[int, Trial], *both: tuple[int, Trial]) -> Interval | None:
         """Returns the interval of the speed-up; None without a final, or if both are one program.
@@ -521,10 +524,31 @@ class TuningJob:
         self._records.leave_failure(self._terms(), failure.trials)
         return failure
 
-    def _log_winner(
-        self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
-    ) -> None:
-        """Logs the winner of a sweep, and warns if no config won or the times scattered far more than usual."""
+    def _warn_of_scatter(self, best: Trial, equals: Sequence[Trial], interval: tuple[float, float] | None) -> None:
+        """Warns if samples scattered so far that the choice, or the speed-up, is less certain than on a quiet machine.
+
+        Args:
+            best: the winner.
+            equals: the configs that tie with it.
+            interval: the speed-ups that the noise allows; None if unknown.
+        """
+        scatter = model.spread(best.samples_ms)
+        others = sum(not trial.program or trial.program != best.program for trial in equals)
+        affected = [f"{others} other config{'s' * (others > 1)} may be as fast as the winner"] if others else []
+        if interval is not None and interval[1] > _WIDE * interval[0]:
+            affected.append(f"the speed-up may be anything from {interval_text(interval)}")
+        if affected and scatter > model.BUSY[best.clock or "wall"]:
+            _logger.warning(
+                "%s: the winner's samples scatter by %.0f%%, so %s; for a surer choice, stop what else runs on %s, and "
+                "tune again with QUARANTUNE_ALWAYS_TUNE=1",
+                self._name,
+                100 * scatter,
+                " and ".join(affected),
+                self._key.device,
+            )
+
+    def _log_winner(self, best: Trial, tie: Sequence[Config], *, tried: int, is_untuned: bool) -> None:
+        """Logs the winner of a sweep, and warns if no config won."""
         if is_untuned:
             shown_best = format_config(best.config)
             _logger.warning(
@@ -538,14 +562,6 @@ class TuningJob:
             best.time_ms,
             f", level with {' and '.join(map(format_config, tie))}" if tie else "",
         )
-        scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
-        if scatter > model.BUSY[best.clock or "wall"]:
-            _logger.warning(
-                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
-                self._name,
-                100 * scatter,
-                self._key.device,
-            )
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
         """Makes this process's calls use the best config so far, if its user interrupted the sweep."""
@@ -630,3 +646,9 @@ def check_outside(call: BoundCall) -> None:
             f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
             f"`if __name__ == '__main__':` or into a function that the module does not call during its import"
         )
+
+
+def _with_bits(settled: Mapping[int, Trial], own: Trial | None) -> dict[int, Trial]:
+    """Returns trials with their bits, compared with the defaults' trial."""
+    expected = "" if own is None or own.recalled_from else own.digest
+    return {index: with_bits(trial, expected) for index, trial in settled.items()}

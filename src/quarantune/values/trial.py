@@ -35,6 +35,8 @@ END, READY = "end", "ready"
 _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Value of `Searched.stopped` if nothing was measured and a compiler estimated the configs."""
+SAME_PROGRAM = "the same program as "
+"""Begins the message of a config that lowered to another config's program, which ran for both."""
 _LONGEST_TEXT = 40
 _MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
@@ -258,8 +260,9 @@ class Trial(Record):
         config: the config tried.
         outcome: how it ended.
         phase: the phase it ended in; None if it never started.
-        time_ms: median time of one call in milliseconds.
-        samples_ms: the samples behind the median, in milliseconds.
+        time_ms: median time of one call in milliseconds; for a finalist, the median of the final. The time of a `slow`
+            config is a bound: no sample was shorter.
+        samples_ms: the samples behind the time, in milliseconds.
         own_ms: the time in milliseconds that ranks finalists: the fastest sample without its waits for a CPU, or the
             median of a device's own clock.
         compile_s: seconds spent tracing, lowering and compiling.
@@ -313,6 +316,12 @@ class Trial(Record):
     digest: str = ""
     batch: Batch | None = None
 
+    def __post_init__(self) -> None:
+        # Here, so that the journals of earlier versions, which hold a median, give the bound too.
+        if self.is_bound:
+            known = (self.time_ms, self.own_ms, *self.samples_ms)
+            object.__setattr__(self, "time_ms", min(each for each in known if each is not None))
+
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": as_json(self.config), "observed": self.observed or None}
@@ -344,6 +353,11 @@ class Trial(Record):
     def is_usable(self) -> bool:
         """Whether its config worked and has a time, so that it may win."""
         return self.outcome is Outcome.OK and self.time_ms is not None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its time is a bound: it was stopped early, and takes at least that long."""
+        return self.outcome is Outcome.SLOW and self.time_ms is not None
 
     @property
     def is_ruled_out(self) -> bool:
@@ -529,12 +543,15 @@ class Findings(Record):
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
-            form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
-            best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
+            best, against, more = *map(self.amount, (self.score, self.default_score or 0.0)), f"; {best}"
         # The defaults win a tie with a config.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
             return f"the defaults are best ({best}{more})"
         return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
+
+    def amount(self, score: float) -> str:
+        """Returns a value of the objective as text, such as `3.2 mJ`."""
+        return f"{score:.4g} mJ" if ranked_by(self) == ENERGY else f"objective {score:.4g}"
 
     @property
     def compared(self) -> str:

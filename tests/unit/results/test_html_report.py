@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
 from helpers import ROOT
 
 import quarantune
-from quarantune.results import html_report
+from quarantune.results import html_report, times
 from quarantune.results.from_cache import cached_results
 from quarantune.results.html_report import page_data
 from quarantune.results.report_data import ResultData
@@ -496,9 +497,10 @@ def test_no_text_is_cut_or_lies_over_another(window: Browser, tmp_path: Path, wi
         window.open(tmp_path / "report.html")
         assert window.run(OVERLAPS) == []
         drawn = window.run(
-            "return [document.getElementById('pareto').hidden, document.querySelectorAll('.shares').length]"
+            "return [/worth a choice|the least device/.test(document.getElementById('scatter-finding').textContent), "
+            "document.querySelectorAll('.shares').length]"
         )
-        assert drawn == ([False, 1] if make is sized else [True, 0])
+        assert drawn == ([True, 1] if make is sized else [False, 0])
 
 
 @needs_browser
@@ -559,24 +561,130 @@ def test_a_config_is_copied_as_python_and_trials_are_taken_along(window: Browser
 @needs_browser
 @pytest.mark.clients
 def test_two_results_are_compared_as_before_and_after(window: Browser, tmp_path: Path) -> None:
-    before = dataclasses.replace(changed(result(), time_ms=0.04), when="before")
-    after = dataclasses.replace(changed(result(), time_ms=0.02), when="after")
-    shown(window, tmp_path, before, after)
+    def tuned(n: int, when: str, time_ms: float, **fields: Any) -> ResultData:
+        return dataclasses.replace(changed(result(), time_ms=time_ms, **fields), key_values={"n": n}, when=when)
+
+    was, best = result().result.best_config["BM"], result().result.best_config
+    shown(
+        window,
+        tmp_path,
+        *(tuned(n, "before", 0.04) for n in (1, 2, 3)),
+        *(tuned(n, "after", time_ms) for n, time_ms in [(1, 0.02), (3, 0.04), (4, 0.04)]),
+        tuned(2, "after", 0.06, best_config={**best, "BM": 32}),
+    )
     assert window.run("return document.getElementById('shapes-title').textContent") == "Before and after"
     finding = window.run("return document.getElementById('shapes-finding').textContent")
-    assert "a f32[512,512], b f32[512,512]: 40.0 µs before, 20.0 µs after, 2.00" in finding
-    assert "faster than before, with BM" in finding
+    assert finding == "Of 4 calls: 1 faster, 1 slower, 1 as fast as before, 1 not known."
+    assert window.run(ROWS, "#shapes-table") == [
+        ["call", "before", "after", "gain", "choice"],
+        ["n 1", "40.0 µs", "20.0 µs", "2.00x faster", "the same"],
+        ["n 2", "40.0 µs", "60.0 µs", "1.50x slower", f"BM {was} → 32"],
+        ["n 3", "40.0 µs", "40.0 µs", "as fast as before", "the same"],
+        ["n 4", "\u2013", "40.0 µs", "not known", "only after"],
+    ]
+    assert "n 1, after" in window.run("return document.getElementById('subtitle').textContent"), "it opens on the news"
+
+
+ROWS = """return [...document.querySelector(arguments[0]).querySelectorAll("tr")]
+    .map((row) => [...row.cells].map((cell) => cell.textContent));"""
+
+
+def in_page(problem: dict[str, Any], ms: float, *, is_bound: bool = False) -> str:
+    """Returns a time as the page writes it: three digits, a bound rounded down."""
+    shown = times.rounded(ms * problem["unit"][0], 3, up=False) if is_bound else ms * problem["unit"][0]
+    text = f"{shown:,.0f}" if shown >= 100 else f"{shown:.{2 - math.floor(math.log10(shown))}f}"
+    return f"> {text}" if is_bound else text
+
+
+@needs_browser
+@pytest.mark.clients
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_the_numbers_on_the_page_are_those_of_the_trials(window: Browser, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    whole = result()
+    trials = [
+        it
+        if it.time_ms is None or it in whole.result.finalists or rng.random() < 0.6
+        else dataclasses.replace(it, outcome=Outcome.SLOW, own_ms=it.time_ms * 0.77, samples_ms=it.samples_ms[:2])
+        for it in whole.result.trials
+    ]
+    shown(window, tmp_path, changed(whole, trials=tuple(trials)))
+    page = page_data([changed(whole, trials=tuple(trials))])
+    told = sorted(in_page(page, it.time_ms, is_bound=it.is_bound) for it in trials if it.time_ms is not None)
+    assert sorted(filter(None, column(window, "µs"))) == told
+    cells = window.run(ROWS, "#map-chart table")
+    at = {name: n for n, name in enumerate(("BM", "BN", "stages"))}
+    across, down = window.run(
+        "return ['x', 'y'].map((side) => document.getElementById(`map-${side}`).selectedOptions[0].text)"
+    )
+    assert {across, down} <= at.keys()
+    for row in cells[1:]:
+        for value, cell in zip(cells[0][1:], row[1:], strict=True):
+            inside = [it for it in trials if (str(it.config[across]), str(it.config[down])) == (value, row[0])]
+            known = [it.time_ms for it in inside if it.time_ms is not None and not it.is_bound]
+            bounds = [it.time_ms for it in inside if it.time_ms is not None and it.is_bound]
+            least = min(known + bounds, default=None)
+            if least is None:
+                assert not re.search(r"\d", cell)
+            elif not known:
+                assert cell == in_page(page, least, is_bound=True)
+            elif least in known:
+                assert cell == in_page(page, least)
+            else:
+                low, high = cell.split(" … ")
+                assert (f"> {low}", float(high) >= min(known) * page["unit"][0]) == (
+                    in_page(page, least, is_bound=True),
+                    True,
+                )
+
+
+@needs_browser
+@pytest.mark.clients
+def test_axes_of_the_scatter_are_chosen_and_rows_open_anywhere(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, sized())
+    names = window.run("return [...document.getElementById('scatter-x').options].map((it) => it.text)")
+    assert names == ["time of one call (µs)", "compile time (s)", "device memory (MiB)", "BM", "BN", "stages"]
+    window.run(
+        """const select = document.getElementById("scatter-x");
+        select.value = "t0";
+        select.dispatchEvent(new Event("change"));"""
+    )
+    chart = "return document.querySelector('#scatter-chart svg').getAttribute('aria-label')"
+    assert window.run(chart).startswith("time of one call (µs) against BM of ")
+    assert window.run("return document.querySelectorAll('#table tr.more').length") == 0
+    window.click("#table tbody tr:nth-child(2) td:nth-child(3)")
+    assert window.run("return document.querySelectorAll('#table tr.more').length") == 1
+    assert "the median of the final" in window.run("return document.querySelector('.detail').textContent")
+    window.click("#table tbody tr:nth-child(2) td:nth-child(3)")
+    assert window.run("return document.querySelectorAll('#table tr.more').length") == 0
+
+
+@needs_browser
+@pytest.mark.clients
+def test_what_is_equal_is_told_once_and_a_page_of_two_configs_is_short(window: Browser, tmp_path: Path) -> None:
+    whole = result().result
+    two = tuple(dataclasses.replace(it, compile_s=0.0) for it in whole.trials if it.time_ms is not None)[:2]
+    few = changed(result(), trials=two, finalists=two, best_config=two[0].config, time_ms=two[0].time_ms, tie=())
+    shown(window, tmp_path, few)
+    seen = "return [...document.querySelectorAll('main section')].filter((it) => it.offsetParent).map((it) => it.id)"
+    assert window.run(seen) == ["winner", "finals", "trials"]
+    same = window.run("return document.getElementById('same').textContent")
+    assert same == "All: BM=32, BN=32, memory 256 MiB"
+    heads = window.run("return [...document.querySelectorAll('#table thead th')].map((it) => it.textContent)")
+    assert heads == ["details", "stages", "outcome", "µs", "vs defaults"], "zeros and empty columns are left out"
+    labels = window.run("return [...document.querySelectorAll('#finals-chart .mono')].map((it) => it.textContent)")
+    assert labels == ["★ defaults: stages=0", "stages=1"]
 
 
 @needs_browser
 @pytest.mark.clients
 def test_a_printed_report_has_every_row(window: Browser, tmp_path: Path) -> None:
     shown(window, tmp_path, result(300))
-    assert len(column(window, "BM")) == 50
+    assert len(column(window, "BN")) == 50
     window.run("dispatchEvent(new Event('beforeprint'))")
-    assert len(column(window, "BM")) == 300
+    assert len(column(window, "BN")) == 300
     window.run("dispatchEvent(new Event('afterprint'))")
-    assert len(column(window, "BM")) == 50
+    assert len(column(window, "BN")) == 50
 
 
 @needs_browser

@@ -36,7 +36,14 @@ def hostile() -> list[Trial]:
 
 
 SWEEP = [
-    trial(4, "slow", 30.0, "at best 23.8 ms; another config takes 2.5", own_ms=23.8, samples_ms=(23.8, 36.2)),
+    trial(
+        4,
+        "slow",
+        30.0,
+        "it was stopped early, because another config is clearly faster",
+        own_ms=23.8,
+        samples_ms=(23.8, 36.2),
+    ),
     trial(8, "error", message="ValueError: 300 KiB of 227 KiB"),
     trial(2, time_ms=7.75, samples_ms=(7.75,)),
     trial(1, time_ms=2.5, samples_ms=(2.5,)),
@@ -67,11 +74,22 @@ def test_reasons_are_whole_and_shared_below_the_table() -> None:
         assert max(map(len, table.splitlines())) <= width
         notes = " ".join(table.split("\n\n")[1].split())
         assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in notes
-        assert "> stopped early: even its fastest run took this long" in notes
+        assert "> stopped early: every run took at least this long" in notes
         assert "[1] error (compile), 2 configs, for n=8: ValueError: 300 KiB of 227 KiB" in notes
         assert f"[2] timeout (measure): {('no end within 5 s ' * 12).strip()}" in notes
         assert "..." not in table
-        assert "at best" not in table
+        assert "because another" not in table
+
+
+def test_a_reason_is_told_once_for_all_configs_of_one_program() -> None:
+    dump = "INTERNAL: " + "a long dump of the compiler " * 9
+    shared = [trial(n, "error", message=f"the same program as n=8: {dump}") for n in (5, 6)]
+    table = table_of(
+        [*shared, trial(8, "error", message=dump), trial(1, time_ms=2.0)], width=10**4, best_config={"n": 1}
+    )
+    assert table.count(dump.strip()) == 1
+    assert f"[1] error (compile), 3 configs: {dump.strip()}" in table
+    assert table.count("error [1]") == 3
 
 
 @pytest.mark.parametrize(
@@ -86,8 +104,13 @@ def test_reasons_are_whole_and_shared_below_the_table() -> None:
 def test_the_reason_for_the_winners_star_is_in_words(
     best: int, tie: tuple[int, ...], default: int, expected: str
 ) -> None:
-    trials = [trial(n, time_ms=1 + n / 1000, samples_ms=(1.0,)) for n in (1, 2, 3)]
-    others = {"tie": tuple({"n": n} for n in tie), "default_config": {"n": default}, "default_time_ms": 1.0}
+    trials = [trial(n, time_ms=1 + n / 1000, samples_ms=(1.0,)) for n in (3, 2, 1)]
+    others = {
+        "finalists": (trials[3 - best],),
+        "tie": tuple({"n": n} for n in tie),
+        "default_config": {"n": default},
+        "default_time_ms": 1.0,
+    }
     table = table_of(trials, width=300, best_config={"n": best}, **others)
     assert expected in table
     marks = dict(re.findall(r"^([*=]?) +(\d)  ok", table, re.MULTILINE))
@@ -167,10 +190,27 @@ def test_the_view_in_a_notebook_escapes_all_texts() -> None:
 
 
 def test_the_view_in_a_notebook_has_the_fastest_of_many_configs() -> None:
-    html = result_of(*(trial(n, time_ms=float(n)) for n in range(1, 41)))._repr_html_()
-    assert "\n   30  ok" in html.replace("*", " ")
-    assert "\n   31  ok" not in html
-    assert "and 10 more: see table()" in html
+    html = result_of(*(trial(n, time_ms=float(n)) for n in range(1, 51)))._repr_html_()
+    assert "\n   20  ok" in html.replace("*", " ")
+    assert "\n   21  ok" not in html
+    assert "and 30 more (30 ok): rows=50 shows all" in html
+
+
+def test_a_table_of_many_configs_is_short_unless_more_rows_are_asked_for() -> None:
+    trials = [
+        *(trial(n, time_ms=float(n)) for n in range(1, 31)),
+        *(trial(n, "error", message="no") for n in range(31, 51)),
+    ]
+    result = result_of(*trials)
+    lines = result.table(width=100).split("\n\n")
+    assert len(lines[0].splitlines()) == 21
+    assert lines[1].startswith("and 30 more (10 ok, 20 error): rows=50 shows all\n")
+    assert "[1] error (compile), 20 configs: no" in lines[1], "reasons are told of rows that are left out, too"
+    assert len(result.table(rows=np.int64(50)).split("\n\n")[0].splitlines()) == 51
+    assert "and 49 more" in result.table(rows=0)
+    assert "more (" not in result_of(*trials[:40]).table()
+    with pytest.raises(TypeError, match="rows is '5': give a whole number of rows, or None for a short table"):
+        result.table(rows="5")  # type: ignore[arg-type]
 
 
 def test_trials_are_exported_as_dicts_csv_and_a_data_frame(tmp_path: Path) -> None:

@@ -35,7 +35,14 @@ function bytes(n) {
   while (n >= 1024 && at < units.length - 1) { n /= 1024; at += 1; }
   return `${digits(n)} ${units[at]}`;
 }
-const times = (ratio) => `${digits(ratio, ratio < 10 ? 2 : 3)}×`;
+// A ratio of times, as the texts from Python show it.
+const times = (ratio) => `${ratio >= 0.1 && ratio < 9.995 ? ratio.toFixed(2) : Number(ratio.toPrecision(3))}x`;
+// A number that is still a bound: rounded down or up, not to the nearest.
+function bound(value, most, way = Math.floor) {
+  if (!value) return value;
+  const step = 10 ** (Math.floor(Math.log10(Math.abs(value))) - most + 1), place = value / step;
+  return (Math.abs(place - Math.round(place)) < 1e-6 ? Math.round(place) : way(place)) * step;
+}
 const percent = (share) => `${share > 0 && share < 0.01 ? "< 1" : Math.round(100 * share)} %`;
 function median(values) {
   const sorted = [...values].sort((a, b) => a - b), half = sorted.length >> 1;
@@ -112,6 +119,16 @@ function timeAxes(svg, p, x, y, { left, right, height, name }) {
     draw("text", { x: x(tick), y: height - 27, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
   svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
     draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: name }));
+}
+// The smallest of some times: exactly known, or between a bound and the least that is known.
+function leastOf(trials) {
+  let low = Infinity, high = Infinity, first = null;
+  for (const trial of trials) {
+    low = Math.min(low, trial.ms);
+    if (trial.kind !== "at least") high = Math.min(high, trial.ms);
+    if (faster(trial, first)) first = trial;
+  }
+  return first && { low, high, first };
 }
 // Points of trials that were measured to the end, and of those that were stopped early.
 function timedDots(svg, points, n) {

@@ -4,11 +4,11 @@ let allEffects = false;
 
 function drawEffects() {
   const p = problem, order = ranked(p), host = clear($("effects-charts"));
-  $("effects").hidden = !order.length || p.timed.length < 2;
+  $("effects").hidden = !order.length || p.timed.length < 2 || p.isFew;
   if ($("effects").hidden) return;
-  const named = order.slice(0, 3).filter((at) => p.effects.get(at) >= 1.05).map((at, i) => `${i ? "" : "The wrong "}${p.tunables[at].name} costs up to ${times(p.effects.get(at))}`);
-  $("effects-finding").textContent = (named.length ? `${named.join(", ")}, even with the best of all else. ` : "No single tunable matters: each of its values can be as fast as the best. ")
-    + "Dots are configs, and the line joins the best of each value.";
+  const named = order.filter((at) => p.effects[at].notable).slice(0, 3).map((at, i) => `${i ? "with" : "With"} the worst ${p.tunables[at].name} ${i ? "" : "a call takes "}${p.effects[at].text}`);
+  $("effects-finding").textContent = (named.length ? `${named.join(", ")}; all else is at its best. ` : "No single tunable surely matters: each of its values may be as fast as the best. ")
+    + `Dots are configs, and the line joins the best of each value${p.timed.some((trial) => trial.kind === "at least") ? "; a pale bar begins at a bound" : ""}.`;
   const shown = allEffects ? order : order.slice(0, MOST_EFFECTS);
   const width = tileWidth(host, shown.length);
   for (const at of shown) host.append(effectTile(p, at, width));
@@ -33,15 +33,17 @@ function effectTile(p, at, width) {
   const failures = by.some((group) => group.failed), height = bottom + (failures ? 62 : 38);
   const y = scale(p.low * 0.94, p.high * 1.06, bottom, top, { log: true, count: 4 });
   const band = (right - left) / n, x = (v) => left + (v + 0.5) * band;
-  const best = by.map((group) => group.timed.reduce((least, trial) => (faster(trial, least) ? trial : least), null));
+  const best = p.effects[at].best.map((ends) => ends && { low: ends[0], high: ends[1] ?? Infinity });
   const bests = range(n).filter((v) => best[v]);
-  const svg = chart(width, height, `${tunable.name}: ${bests.map((v) => `${tunable.values[v]} best ${timeText(p, best[v])}`).join(", ")}`);
+  const svg = chart(width, height, `${tunable.name}: ${bests.map((v) => `${tunable.values[v]} best ${rangeText(p, best[v])} ${p.unit[1]}`).join(", ")}`);
   timeGrid(svg, p, y, left, right, 6);
   const spread = Math.min(band * 0.32, 14), points = [];
   by.forEach((group, v) => group.timed.forEach((trial, i) => points.push([x(v) + (((i * 0.618) % 1) - 0.5) * 2 * spread, y(trial.ms), trial])));
-  svg.append(draw("path", { d: dots(points), class: points.length > 800 ? "dots many" : "dots" }),
-    draw("path", { d: bests.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(best[v].ms).toFixed(1)}`).join(""), class: "best-line thin" }),
-    draw("path", { d: dots(bests.map((v) => [x(v), y(best[v].ms)])), class: "dots best" }));
+  timedDots(svg, points, points.length);
+  // A best time that is not known is a bar from its bound upwards, to the least time that is known.
+  svg.append(draw("path", { d: bests.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(best[v].low).toFixed(1)}`).join(""), class: "best-line thin" }),
+    draw("path", { d: bests.filter((v) => best[v].low !== best[v].high).map((v) => `M${x(v).toFixed(1)} ${y(best[v].low).toFixed(1)}V${(best[v].high === Infinity ? top : y(best[v].high)).toFixed(1)}`).join(""), class: "open-end" }),
+    draw("path", { d: dots(bests.filter((v) => best[v].low === best[v].high).map((v) => [x(v), y(best[v].low)])), class: "dots best" }));
   const widest = Math.max(...tunable.values.map((text) => textWidth(short(text, 9)))) + 8, every = Math.max(1, Math.ceil(widest / band));
   tunable.values.forEach((text, v) => {
     const won = p.best && p.best.values[at] === v;
@@ -56,7 +58,7 @@ function effectTile(p, at, width) {
   if (failures) svg.append(draw("text", { x: left - 6, y: bottom + 44, "text-anchor": "end", class: "tick", text: "failed" }));
   nearest(svg, points, p);
   return el("figure", { class: "card tile" },
-    el("figcaption", {}, el("h3", { text: tunable.name }), el("span", { class: "muted", text: p.effects.get(at) >= 1.05 ? `up to ${times(p.effects.get(at))} slower` : "hardly matters" })), svg,
+    el("figcaption", {}, el("h3", { text: tunable.name }), el("span", { class: "muted", text: p.effects[at].text })), svg,
     el("p", { class: "axis-note", text: `time of one call (${p.unit[1]})` }),
-    asTable([tunable.name, "best", "median", "configs", "failed"], range(n).map((v) => [tunable.values[v], best[v] ? timeText(p, best[v]) : "–", by[v].timed.length ? p.ms(median(by[v].timed.map((t) => t.ms))) : "–", by[v].tried, by[v].failed])));
+    asTable([tunable.name, "best", "configs", "failed"], range(n).map((v) => [tunable.values[v], best[v] ? `${rangeText(p, best[v])} ${p.unit[1]}` : "–", by[v].tried, by[v].failed])));
 }

@@ -1,11 +1,13 @@
-// The finalists' samples, their medians and the band of ties.
+// The finalists' samples, their medians and the band of ties. Labels say in what a config differs from the winner.
+const LONG_LABEL = 40;
 function drawFinals() {
   const p = problem, host = clear($("finals-chart"));
   let rows = p.finals;
-  if (!rows.length && !p.state && p.best && p.best.samples.length) rows = [{ name: configText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
+  if (!rows.length && !p.state && p.best && p.best.samples.length) rows = [{ name: shortText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
   $("finals").hidden = !rows.length;
   if (!rows.length) return;
-  const mid = new Map(rows.map((row) => [row, median(row.samples)]));
+  // One time per config: the page has that of a finalist as its trial's.
+  const mid = new Map(rows.map((row) => [row, row.trial?.ms ?? median(row.samples)]));
   rows = [...rows].sort((a, b) => Boolean(b.won) - Boolean(a.won) || mid.get(a) - mid.get(b));
   const tied = rows.filter((row) => row.won || row.tied);
   const rest = p.tie.length, unseen = p.tie.filter((trial) => !rows.some((row) => row.trial === trial));
@@ -14,6 +16,7 @@ function drawFinals() {
     : `These ${rows.length} were timed in turn, so that drift of the machine meets all alike. `
       + (rest ? `${plural(rest, "config")} ${rest === 1 ? "is" : "are"} as fast as the winner within the noise.` : "The winner stands clear of the noise.");
   const width = Math.max(280, roomIn(host)), narrow = width < 620;
+  for (const row of rows) if (row.won && rows.length > 1 && row.name.length > LONG_LABEL) row.name = "the winner";
   const longest = Math.max(...rows.map((trial) => textWidth(trial.name, MONO)));
   const left = narrow ? 8 : Math.min(longest + 34, width * 0.42), right = width - 84;
   const step = narrow ? 56 : 40, top = 26, height = top + rows.length * step + 44;
@@ -46,7 +49,7 @@ high = Math.max(tops, ...rows.map((trial) => Math.min(Math.max(...trial.samples)
       draw("text", { x: right + 8, y: y + 4, class: won ? "strong" : "label", text: p.ms(centre) }));
     if (above) svg.append(draw("text", { x: right - 2, y: y - 10, "text-anchor": "end", class: "tick", text: `${above} above →` }));
   });
-  host.append(svg, el("figcaption", { class: "muted", text: `Each dot is a sample, each bar a median.${unseen.length ? ` Also tied, often because they are the same program: ${unseen.slice(0, 4).map((trial) => configText(p, trial)).join("; ")}${unseen.length > 4 ? ` and ${unseen.length - 4} more` : ""}.` : ""}` }),
+  host.append(svg, el("figcaption", { class: "muted", text: `Each dot is a sample, each bar a median.${rows.length > 1 && p.varied.length > 1 ? " A label has the tunables that differ from the winner's." : ""}${unseen.length ? ` Also tied, often because they are the same program: ${unseen.slice(0, 4).map((trial) => shortText(p, trial)).join("; ")}${unseen.length > 4 ? ` and ${unseen.length - 4} more` : ""}.` : ""}` }),
     asTable(["config", "median", "samples", "least", "most", ""], rows.map((trial) => [trial.name, p.ms(mid.get(trial)), trial.samples.length, p.ms(Math.min(...trial.samples)), p.ms(Math.max(...trial.samples)), trial.won ? "winner" : tied.includes(trial) ? "tied" : ""])));
 }
 

@@ -8,7 +8,7 @@ function drawCharts() {
   drawWinner();
   if (!problem.trials.length) return;
   drawFinals();
-  drawPareto();
+  drawScatter();
   drawProgress();
   drawMap();
   drawEffects();
@@ -33,7 +33,7 @@ function show(i) {
   drawWinner();
   if (problem.trials.length) {
     drawFinals();
-    drawPareto();
+    setUpScatter();
     drawProgress();
     setUpMap();
     drawEffects();
@@ -69,7 +69,7 @@ $("about").textContent = `${plural(data.problems.reduce((sum, p) => sum + p.tria
 $("problem-label").hidden = !several;
 $("problem").append(...data.problems.map((p, i) => el("option", { value: i, text: p.label })));
 $("problem").addEventListener("change", (event) => show(Number(event.target.value)));
-show(0);
+show(Math.max(0, data.problems.findIndex(({ when }) => when === "after")));
 let width = document.body.clientWidth, waiting = 0;
 new ResizeObserver(() => {
   if (document.body.clientWidth === width) return;

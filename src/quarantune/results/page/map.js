@@ -14,8 +14,8 @@ function groups(p, at) {
 
 function setUpMap() {
   const p = problem, [first, second] = ranked(p);
-  $("map").hidden = first === undefined;
-  if (first === undefined) return;
+  $("map").hidden = first === undefined || p.isFew;
+  if ($("map").hidden) return;
   axes.x = first; axes.y = second ?? null;
   if (second !== undefined && p.tunables[second].values.length > p.tunables[first].values.length) [axes.x, axes.y] = [second, first];
   for (const side of ["x", "y"]) {
@@ -30,15 +30,16 @@ function setUpMap() {
 function mapCells(p, xs, ys) {
   const place = (at, list) => { const where = []; list.forEach((group, g) => group.members.forEach((v) => { where[v] = g; })); return (trial) => (at === null ? 0 : where[trial.values[at]]); };
   const column = place(axes.x, xs), row = place(axes.y, ys);
-  const cells = ys.map(() => xs.map(() => ({ best: null, ends: new Map(), n: 0 })));
+  const cells = ys.map(() => xs.map(() => ({ timed: [], ends: new Map(), n: 0 })));
   for (const trial of p.trials) {
     const cell = cells[row(trial)][column(trial)];
     cell.n += 1;
     cell.ends.set(trial.outcome, (cell.ends.get(trial.outcome) || 0) + 1);
-    if (trial.timed && faster(trial, cell.best)) cell.best = trial;
+    if (trial.timed) cell.timed.push(trial);
     if (trial === p.best) cell.won = true;
     if (trial === p.default) cell.was = true;
   }
+  for (const cell of cells.flat()) cell.best = leastOf(cell.timed);
   return cells;
 }
 
@@ -48,11 +49,11 @@ function mapCell(p, cell, where, go) {
   const failures = [...cell.ends].filter(([outcome]) => outcome.failed).reduce((sum, [, n]) => sum + n, 0);
   const worst = commonEnd(cell);
   const counts = [...cell.ends].map(([outcome, n]) => `${n} ${outcome.label}`).join(", ");
-  const text = cell.best ? `${cell.best.outcome.name === "slow" ? "> " : ""}${digits(cell.best.ms * p.unit[0], 2)}` : worst.letter;
-  const tipText = `${where}\n${cell.best ? `best ${timeText(p, cell.best)}: ${configText(p, cell.best)}\n` : ""}${counts}${cell.won ? "\nthe winner is here" : ""}${cell.was ? "\nthe defaults are here" : ""}`;
+  const text = cell.best ? rangeText(p, cell.best) : worst.letter;
+  const tipText = `${where}\n${cell.best ? `best ${text} ${p.unit[1]}: ${shortText(p, cell.best.first)}\n` : ""}${counts}${cell.won ? "\nthe winner is here" : ""}${cell.was ? "\nthe defaults are here" : ""}`;
   const button = el("button", { type: "button", class: `cell${cell.best ? "" : ` fill ${worst.name}`}${cell.best && failures ? " some" : ""}${cell.won ? " won" : ""}${cell.was ? " was" : ""}`,
     tabindex: "-1", "data-tip": tipText, "aria-label": `${text}; ${tipText.replaceAll("\n", "; ")}`, onclick: go }, cell.best ? text : el("span", { class: "letter", text }));
-  if (cell.best) shade(button, colourAt(p.share(cell.best.ms)));
+  if (cell.best) shade(button, colourAt(p.share(cell.best.first.ms)));
   return el("td", {}, button);
 }
 
@@ -73,7 +74,7 @@ function drawMap() {
   const table = el("table", { class: "map" },
     el("caption", {}, el("span", { text: `${nameX} across${nameY ? `, ${nameY} down` : ""}: the best time in each cell (${p.unit[1]}); choose a cell to see its configs` })),
     el("thead", {}, el("tr", {}, el("td", { class: "corner", text: nameY ? `${nameY} ↓  ${nameX} →` : `${nameX} →` }), xs.map((g) => el("th", { scope: "col", text: g.label })))),
-    el("tbody", {}, ys.map((gy, y) => el("tr", {}, el("th", { scope: "row", text: gy.label }),
+    el("tbody", {}, ys.map((gy, y) => el("tr", {}, gy.label ? el("th", { scope: "row", text: gy.label }) : el("td", { class: "corner" }),
       xs.map((gx, x) => mapCell(p, cells[y][x], `${nameX}=${gx.label}${nameY ? ` ${nameY}=${gy.label}` : ""}`, go(gx, gy)))))));
   if (xs.length > 16) table.classList.add("dense");
   else table.style.setProperty("--cell", `${Math.max(46, Math.min(132, ($("map-chart").clientWidth - 150) / xs.length - 3))}px`);
@@ -90,7 +91,7 @@ function mapLegend(p, cells) {
   const gradient = el("span", { class: "gradient" });
   gradient.style.background = `linear-gradient(90deg, ${range(9).map((i) => rgb(colourAt(i / 8))).join(",")})`;
   clear($("map-legend")).append(
-    p.timed.length ? el("span", { class: "item" }, p.ms(p.least), gradient, `${p.ms(p.rampEnd)} and slower`) : "",
+    p.timed.length ? el("span", { class: "item" }, `${p.ms(p.least)}, the fastest`, gradient, `${atLeast(p, p.rampEnd)} ${p.unit[1]}`) : "",
     ...OUTCOMES.filter((outcome) => seen.has(outcome)).map((outcome) => el("span", { class: "item" }, el("span", { class: `key fill ${outcome.name}`, "aria-hidden": "true" }, el("span", { class: "letter", text: outcome.letter })), `all ${outcome.label}`)),
     cells.some((cell) => cell.best && [...cell.ends.keys()].some((o) => o.failed)) ? el("span", { class: "item" }, el("span", { class: "key some", "aria-hidden": "true" }), "some failed") : "",
     cells.some((cell) => cell.won) ? el("span", { class: "item" }, el("span", { class: "key won", "aria-hidden": "true" }), "winner") : "",

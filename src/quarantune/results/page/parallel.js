@@ -3,7 +3,7 @@ const MOST_LABELS = 14;
 let geometry = null;
 
 function setUpParallel() {
-  $("parallel").hidden = !problem.varied.length || problem.trials.length < 2;
+  $("parallel").hidden = !problem.varied.length || problem.isFew;
   drawParallel();
 }
 

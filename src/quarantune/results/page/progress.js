@@ -5,17 +5,13 @@ function drawProgress() {
   const order = p.trials.filter((trial) => trial.outcome.name !== "pruned" && trial.outcome.name !== "not_run");
   if (byTime) order.sort((a, b) => a.ended - b.ended);
   const at = (trial, rank) => (byTime ? trial.ended : rank + 1);
-  const steps = [];
-  let best = Infinity;
-  order.forEach((trial, rank) => {
-    if (trial.outcome.name === "ok" && trial.ms < best) { best = trial.ms; steps.push([at(trial, rank), trial, rank]); }
-  });
-  $("progress").hidden = order.length < 2 || !steps.length;
+  const steps = p.bestSoFar.map((i) => p.trials[i]).map((trial) => [at(trial, order.indexOf(trial)), trial, order.indexOf(trial)]);
+  $("progress").hidden = order.length < 2 || !steps.length || p.isFew;
   if ($("progress").hidden) return;
   const last = at(order[order.length - 1], order.length - 1), end = steps[steps.length - 1];
   const when = byTime ? `after ${seconds(end[0])} of ${seconds(last)}` : `as trial ${end[2] + 1} of ${order.length}`;
   $("progress-finding").textContent = `The fastest config came ${when}, ${steps.length > 1 ? `after ${plural(steps.length - 1, "improvement")} on the first that worked` : "the first that worked"}.`
-    + (!p.state && p.best && end[1] !== p.best && p.bestMs !== null ? ` The winner was chosen among the fastest by comparing them more carefully: ${p.ms(p.bestMs)}.` : "")
+    + (!p.state && p.best && end[1] !== p.best && p.best.ms !== null ? ` The lowest time is ${p.ms(end[1].ms)}, of ${shortText(p, end[1])}; the winner, at ${p.ms(p.best.ms)}, was chosen by comparing the fastest more carefully.` : "")
     + (p.trials.length && p.trialsPaused ? ` Pauses of ${seconds(p.trialsPaused)} between interrupted sweeps are left out.` : "");
   const width = Math.max(280, roomIn(host)), narrow = width < 560, left = 56, aside = `defaults ${p.defaultMs === null ? "" : p.ms(p.defaultMs)}`,
     right = width - (narrow ? 16 : 18 + textWidth(aside, "13px system-ui, sans-serif"));
@@ -47,10 +43,10 @@ function drawProgress() {
   steps.forEach(([t, trial], i) => { path += i ? `H${x(t).toFixed(1)}V${y(trial.ms).toFixed(1)}` : `M${x(t).toFixed(1)} ${y(trial.ms).toFixed(1)}`; });
   svg.append(draw("path", { d: `${path}H${right}`, class: "best-line" }),
     draw("path", { d: dots(steps.map(([t, trial]) => [x(t), y(trial.ms)])), class: "dots best" }),
-    draw("text", { ...named, y: bestY + (narrow ? 18 : 4), class: "strong", text: `best ${p.ms(end[1].ms)}` }));
+    draw("text", { ...named, y: bestY + (narrow ? 18 : 4), class: "strong", text: `${end[1] === p.best ? "best" : "lowest"} ${p.ms(end[1].ms)}` }));
   failed.forEach(([trial, rank]) => points.push([x(at(trial, rank)), bottom + 19, trial]));
   nearest(svg, points, p);
-  host.append(svg, asTable([byTime ? "after" : "trial", "config", "time"], steps.map(([t, trial]) => [byTime ? seconds(t) : t, configText(p, trial), p.ms(trial.ms)])));
+  host.append(svg, asTable([byTime ? "after" : "trial", "config", "time"], steps.map(([t, trial]) => [byTime ? seconds(t) : t, shortText(p, trial), p.ms(trial.ms)])));
 }
 
 // Shows the tooltip of the point nearest to the pointer.
@@ -63,7 +59,7 @@ function nearest(svg, points, p) {
       const far = (x - px) ** 2 + (y - py) ** 2;
       if (far < least) { least = far; found = trial; }
     }
-    if (found) showTip(`${configText(p, found)}\n${endText(p, found)}${figuresText(p, found)}`, event.clientX, event.clientY);
+    if (found) showTip(`${shortText(p, found)}\n${endText(p, found)}${figuresText(p, found)}`, event.clientX, event.clientY);
     else hideTip();
   });
   svg.addEventListener("pointerleave", hideTip);

@@ -37,9 +37,12 @@ function drawWinner() {
 function drawBars(host, p, wins) {
   const rows = [];
   if (p.bestMs !== null) rows.push([p.state ? "Best so far" : "Winner", p.bestMs, "best", p.bestText]);
-  if (p.defaultMs !== null && !wins) rows.push(["Defaults", p.defaultMs, "was", p.default ? configText(p, p.default) : "the function's own values"]);
-  if (p.timed.length > 2) rows.push(["Median config", median(p.timed.map((t) => t.ms)), "other", `of ${plural(p.timed.length, "timed config")}`]);
-  if (p.timed.length > 1) rows.push([p.timed.some((t) => t.ms === p.high && t.outcome.name === "slow") ? "Slowest, at least" : "Slowest", p.high, "other", "of the timed configs"]);
+  if (p.defaultMs !== null && !wins) rows.push(["Defaults", p.defaultMs, "was", p.default ? shortText(p, p.default) : "the function's own values"]);
+  // A config that was stopped early may take any longer time.
+  const most = (t) => (t.kind === "at least" ? Infinity : t.ms), text = (low, high) => `${rangeText(p, { low, high })} ${p.unit[1]}`;
+  const mids = [median(p.timed.map((t) => t.ms)), median(p.timed.map(most))];
+  if (p.timed.length > 3) rows.push(["Median config", mids[0], "other", `of ${plural(p.timed.length, "timed config")}`, text(...mids)]);
+  if (p.timed.length > 2) rows.push(["Slowest", p.high, "other", "of the timed configs", text(p.high, Math.max(...p.timed.map(most)))]);
   clear(host);
   if (rows.length) host.append(barChart(host, rows, Math.max(...rows.map((row) => row[1])), p.ms));
 }
@@ -54,14 +57,14 @@ function drawShares(host, p) {
 
 function barChart(host, rows, most, show, framed = false) {
   const width = Math.max(240, roomIn(host)), label = 112, room = width - label - 96;
-  const svg = chart(width, rows.length * 34 + 2, rows.map(([name, amount]) => `${name} ${show(amount)}`).join(", "));
-  rows.forEach(([name, amount, kind, what], row) => {
+  const svg = chart(width, rows.length * 34 + 2, rows.map(([name, amount, , , text]) => `${name} ${text ?? show(amount)}`).join(", "));
+  rows.forEach(([name, amount, kind, what, text = show(amount)], row) => {
     const y = row * 34 + 3, long = Math.max(2, Math.min(1, amount / most) * room);
-    svg.append(draw("g", { "data-tip": `${name}: ${show(amount)}\n${what}` },
+    svg.append(draw("g", { "data-tip": `${name}: ${text}\n${what}` },
       draw("text", { x: label - 10, y: y + 18, "text-anchor": "end", class: kind === "best" ? "strong" : "label", text: name }),
       framed ? draw("rect", { x: label, y, width: room, height: 26, rx: 3, class: "bar peak" }) : null,
       draw("rect", { x: label, y, width: long, height: 26, rx: 3, class: `bar ${kind}` }),
-      draw("text", { x: label + (framed ? room : long) + 8, y: y + 18, class: kind === "best" ? "strong" : "label", text: show(amount) })));
+      draw("text", { x: label + (framed ? room : long) + 8, y: y + 18, class: kind === "best" ? "strong" : "label", text })));
   });
   return svg;
 }

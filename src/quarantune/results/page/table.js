@@ -44,17 +44,27 @@ function columnsOf(p) {
   return [
     ...p.tunables.map((tunable, at) => ({ key: `t${at}`, name: tunable.name, number: tunable.numeric, get: (t) => value(p, t, at), by: (t) => t.values[at] })),
     { key: "outcome", name: "outcome", get: null, by: (t) => OUTCOMES.indexOf(t.outcome) },
-    { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
-    ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
+    { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : t.kind === "at least" ? atLeast(p, t.ms) : digits(t.ms * p.unit[0])), by: places, title: "time of one call: the median of the final, else of the config's own samples; after > a bound" },
+    ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.kind !== "at least") ? times(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     ...p.figures.map(([name, heading, title], at) => numbers(name, heading, (t) => t.figures[at], digits, title)),
     ...["bits", "batch"].filter((name) => new Set(p.trials.map((t) => t[name])).size > 1).map((name) => ({ key: name, name, get: (t) => t[name], by: (t) => t[name] })),
     numbers("compile", "compile s", (t) => t.compile, digits),
     numbers("memory", "memory", (t) => t.memory, bytes, "most host memory that the worker held"),
-    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays")] : []),
-    { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
+    numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays"),
+    // That of a config that was stopped early says no more than its bound.
+    { key: "message", name: "message", get: (t) => t.kind === "at least" ? "" : short(t.message.replace(/\s+/g, " "), 240), by: (t) => t.message },
   ];
 }
-const times2 = (ratio) => `${ratio >= 10 ? digits(ratio) : ratio.toFixed(2)}×`;
+// A column with one text in all rows is told once, above the table; one without any is left out.
+function told(columns, p) {
+  const same = [], kept = [];
+  for (const column of columns) {
+    const texts = new Set(column.get ? p.trials.map(column.get) : [1, 2]);
+    if (texts.size > 1 || (p.trials.length < 2 && !texts.has(""))) kept.push(column);
+    else if (!texts.has("") && !texts.has("0")) same.push(`${column.name}${column.key[0] === "t" ? "=" : " "}${[...texts][0]}`);
+  }
+  return [kept, same];
+}
 
 function setUpTable() {
   const p = problem;
@@ -62,7 +72,10 @@ function setUpTable() {
     let text = null;
     trial.search = () => (text ??= `${configText(p, trial)} ${trial.outcome.name} ${trial.outcome.label} ${trial.phase} ${trial.message} ${trial.log}`.toLowerCase());
   }
-  Object.assign(view, { key: "ms", descending: false, page: 0, open: new Set(), columns: columnsOf(p) });
+  const [columns, same] = told(columnsOf(p), p);
+  Object.assign(view, { key: columns.some(({ key }) => key === "ms") ? "ms" : "outcome", descending: false, page: 0, open: new Set(), columns });
+  $("trials").classList.toggle("wide", columns.length > 10);
+  $("same").textContent = same.length ? `All: ${same.join(", ")}` : "";
   clear($("outcomes")).append(...endsOf(p.trials).map(([outcome, n]) => el("button", { type: "button", class: "chip", "aria-pressed": "true", "data-outcome": outcome.name, onclick: () => {
     if (!selection.hidden.delete(outcome.name)) selection.hidden.add(outcome.name);
     changed();
@@ -130,21 +143,25 @@ function addRow(body, p, trial) {
   const mark = trial === p.best ? "★" : p.tie.includes(trial) ? "=" : trial === p.default ? "◆" : "";
   const what = { "★": "winner", "=": "tied with the winner", "◆": "the defaults" }[mark] || "";
   const open = view.open.has(trial);
-  const button = el("button", { type: "button", class: "open", "aria-expanded": String(open), "aria-label": `Details of ${configText(p, trial)}${what ? `, ${what}` : ""}`, onclick: () => {
+  const toggle = () => {
     if (!view.open.delete(trial)) view.open.add(trial);
     const at = [...body.querySelectorAll("button.open")].indexOf(button);
     drawRows();
-    $("table").tBodies[0].querySelectorAll("button.open")[at]?.focus();
-  } }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, "aria-hidden": "true", text: mark }));
-  body.append(el("tr", { class: trial === p.best ? "won" : trial === p.default ? "was" : null }, el("td", {}, button),
+    $("table").tBodies[0].querySelectorAll("button.open")[at]?.focus({ preventScroll: true });
+  };
+  const button = el("button", { type: "button", class: "open", "aria-expanded": String(open), "aria-label": `Details of ${configText(p, trial)}${what ? `, ${what}` : ""}` }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, "aria-hidden": "true", text: mark }));
+  // A click anywhere opens the row, but one that ends the selection of a text does not.
+  const onclick = () => { if (getSelection().isCollapsed) toggle(); };
+  body.append(el("tr", { class: trial === p.best ? "won" : trial === p.default ? "was" : null, onclick }, el("td", {}, button),
     view.columns.map((column) => column.key === "outcome"
       ? el("td", { class: "outcome", "data-name": "outcome" }, el("span", { class: `key ${trial.outcome.name}`, "aria-hidden": "true", text: trial.outcome.letter }), trial.outcome.label + (trial.outcome.failed && trial.phase ? `, ${trial.phase}` : ""))
       : el("td", { "data-name": column.get(trial) === "" ? null : column.name, class: column.number ? "number" : column.key === "message" ? "message" : "value-cell", title: /^t\d/.test(column.key) && column.get(trial).length > 24 ? column.get(trial) : null, text: column.get(trial) }))));
   if (open) body.append(el("tr", { class: "more" }, el("td", { colspan: view.columns.length + 1 }, detailsOf(p, trial))));
 }
 
+const KINDS = { final: "the median of the final", median: "the median of its samples, before the final", mean: "the mean over the calls", "at least": "a bound: it was stopped early, and no sample was shorter" };
 function detailsOf(p, trial) {
-  const facts = [["config", configText(p, trial)], ["device", trial.device], ["figures", figuresText(p, trial).trim().replaceAll("\n", "; ")], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
+  const facts = [["config", configText(p, trial)], ["time", trial.timed ? `${timeText(p, trial)}, ${KINDS[trial.kind]}` : ""], ["device", trial.device], ["figures", figuresText(p, trial).trim().replaceAll("\n", "; ")], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
   return el("div", { class: "detail" },
     el("dl", {}, facts.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
     trial.message ? el("div", {}, el("h3", { text: "Message" }), el("pre", { text: trial.message })) : null,
@@ -174,7 +191,7 @@ function copyButton(text, get) {
   return button;
 }
 function exported(kind) {
-  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, ...Object.fromEntries(p.figures.map(([name], at) => [name, trial.figures[at]])), message: trial.message }));
+  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, time_kind: trial.kind, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, ...Object.fromEntries(p.figures.map(([name], at) => [name, trial.figures[at]])), message: trial.message }));
   if (kind === "json") return JSON.stringify(rows, null, 1);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
   const cell = (v) => { const text = v === null || v === undefined ? "" : typeof v === "object" ? JSON.stringify(v) : String(v); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };

@@ -279,8 +279,7 @@ class TrialRoute:
 
     def on_ended_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Ends a job whose first run took too long to finish."""
-        fastest_ms = self._run.fastest.fastest_ms or reply.run_ms
-        message = f"its first run was stopped after {reply.run_ms:.4g} ms; another config takes {fastest_ms:.4g}"
+        message = "its first run was stopped, because another config is clearly faster"
         self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run still occupies it
 
@@ -336,9 +335,9 @@ class TrialRoute:
         if job.first_run is None or job.was_disturbed or run.reference.is_open:
             return False
         run_ms, cpu_ms = job.first_run
-        if (fastest_ms := run.fastest.hopeless_beside_ms(run_ms, cpu_ms)) is None:
+        if not run.fastest.is_hopeless(run_ms, cpu_ms):
             return False
-        message = f"its first run took {run_ms:.4g} ms; another config takes {fastest_ms:.4g}"
+        message = "it was stopped after its first run, because another config is clearly faster"
         self._end_as_slow(worker, job, message, run_ms, cpu_ms, Phase.MEASURE)
         return True
 
