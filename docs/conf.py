@@ -13,11 +13,12 @@ project = "quarantune"
 author = "the quarantune developers"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"quarantune {version}"
 html_show_copyright = False
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebook is shown with the output that it was saved with
 default_role = "code"  # docstrings mark code with single backquotes
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import importlib
+import importlib.util
 import os
 import stat
 import sys
@@ -21,6 +21,8 @@ PAGES = [
     for page in document_blocks.documents()
     if any(block.reason is None for block in document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8")))
 ]
+NEEDED = {"docs/training.md": ("flax", "equinox", "optax")}
+"""Libraries of the extra `clients` that a page uses."""
 
 
 def test_blocks_keep_their_reasons_and_line_numbers() -> None:
@@ -79,6 +81,8 @@ def pages() -> Iterator[SharedPython]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, pages: SharedPython) -> None:
+    if missing := [name for name in NEEDED.get(page, ()) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{page} needs {', '.join(missing)}")
     script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
     script.write_text(document_blocks.script_of((ROOT / page).read_text(encoding="utf-8")), encoding="utf-8")
     commands = tmp_path / ".venv" / "bin"  # pages call their environment's programs by this path
