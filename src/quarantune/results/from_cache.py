@@ -34,7 +34,8 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     if contents is None:  # its file is empty, or the name is a pattern that matches others
         raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
     # Sorted by age: the newest entry of a call replaces earlier ones.
-    found = sorted(entries.entries_of(name, contents), key=lambda it: str(it.entry.get("created", "")))
+    results = (record for record in entries.entries_of(name, contents) if "rule" not in record.entry)
+    found = sorted(results, key=lambda it: str(it.entry.get("created", "")))
     newest = {(it.key.device, canonical_json(it.entry.get("key_values") or it.key.problem_size)): it for it in found}
     return [result_of(directory, *record) for record in newest.values()]
 

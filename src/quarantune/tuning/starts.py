@@ -9,13 +9,13 @@ from typing import Any
 
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import Layers, dict_or_empty
-from quarantune.answers.nearest import kept, leaves_of
+from quarantune.answers.nearest import kept
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import Store
 from quarantune.calls.key import KeyedCall
-from quarantune.values.codec import decode_json, is_number, text_of
+from quarantune.values.codec import decode_json, is_number, leaves_of, text_of
 from quarantune.values.configs import Config, distinct
 from quarantune.values.trial import Outcome
 

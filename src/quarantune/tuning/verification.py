@@ -202,7 +202,7 @@ def _measured(
     """Measures one winner again, and replaces it by a new sweep if that is due and `retune` is set."""
     call, default = keyed.call, keyed.call.own_defaults
     try:
-        result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
+        result = swept(call, [config, *([default] if default not in (None, config) else [])], tune)
     except TuningFailedError as error:
         found = _verified(record, Verdict.STALE, _failure(error.trials[0]))
     except (SandboxError, TypeError, ValueError) as error:
@@ -245,7 +245,7 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
     return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
 
 
-def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
+def swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
     """Runs a sweep over a few configs that reads and saves nothing."""
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}

@@ -444,6 +444,7 @@ class Findings(Record):
         score: the value of the author's objective for the winner, less being better; None if the objective is time.
         default_score: the value of the objective for the defaults.
         energy_mj: the energy of one call with the winner, in millijoules.
+        expected_loss: how much longer than the best config a rule's config takes, as a share; None for other configs.
     """
 
     IS_LENIENT = True
@@ -459,6 +460,7 @@ class Findings(Record):
     score: Score | None = None
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
+    expected_loss: Score | None = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
@@ -491,7 +493,8 @@ class Findings(Record):
     def text(self) -> str:
         """Returns the times as text, such as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`."""
         if not self.time_ms > 0:
-            return "estimated, never measured" if self.is_estimate else "time not known"
+            told = "time not known" if self.expected_loss is None else f"expected loss {self.expected_loss:.1%}"
+            return "estimated, never measured" if self.is_estimate else told
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
             form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
