@@ -16,11 +16,11 @@ from quarantune.values.texts import call_text
 _logger = logging.getLogger("quarantune")
 
 
-def by_rule(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
-    """Returns the config that a rule answers for a call; saves nothing.
+def by_rule(call: KeyedCall, now: Situation, layers: Layers) -> Answer | str:
+    """Returns the config that a rule answers for a call, or why none does; saves nothing.
 
     The rule must be for the call's kind of device and code, and its bounds must hold the call. The config must be in
-    the call's config space, and `prune_fn` must accept it. If no rule serves, this warns once and names the reason.
+    the call's config space, and `prune_fn` must accept it.
     """
     reason, leaves = "", leaves_in(call.id.key)
     for store in layers.stores(now):
@@ -41,25 +41,23 @@ def by_rule(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
                     why = f"{rule.expected}, in {store.label}"
                     return Answer(Origin.RULE, config, {"expected_loss": rule.loss}, why=why)
             reason = f"the call has none of the configs of the rule in {store.label}: fit it again"
-    reason = reason or _why_none(call, now, layers)
-    _logger.info("%s: no rule answers: %s", call.id.name, reason)
-    problems.report_once(f"{call.id.name}: no rule answers: {reason}", topic=f"no rule {call.id.name}")
-    return None
+    return reason or _why_none(call, now, layers)
 
 
 def answered(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
-    """The rung: returns the answer of a rule, with a warning, and notes the call for `verify`."""
-    found = by_rule(call, now, layers)
-    if found is not None and now.is_outside:
+    """The rung: returns the answer of a rule and notes the call for `verify`, or reports once why no rule answers."""
+    found, name = by_rule(call, now, layers), call.id.name
+    text = f"{name}({call_text(call.readable)})"
+    if isinstance(found, str):
+        _logger.info("%s: no rule answers: %s", text, found)
+        problems.report_once(f"{text}: no rule answers: {found} (this is said once)", topic=f"no rule {name}")
+        return None
+    if now.is_outside:
         from quarantune.answers.recording import RULED, note
 
-        text = f"{call.id.name}({call_text(call.readable)})"
         _logger.info("%s: the config is from a rule: %s", text, found.why)
-        problems.report_once(
-            f"{text}: nothing is cached for it: using the config of a rule, {found.why} (ON_MISS=rule; this is said "
-            f"once)",
-            topic=f"rule {call.id.name}",
-        )
+        told = f"nothing is cached for it: using the config of a rule, {found.why} (ON_MISS=rule; this is said once)"
+        problems.report_once(f"{text}: {told}", topic=f"rule {name}")
         note(call, None, now.settings.cache_dir, suffix=RULED)
     return found
 

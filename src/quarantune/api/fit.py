@@ -26,14 +26,14 @@ from quarantune.rules import tree
 from quarantune.rules.rule import FIELD, MOST_CONFIGS, Rule, leaves_in, rule_key
 from quarantune.sweep.limits import SearchLimits
 from quarantune.tuning.outcome import findings_now
-from quarantune.tuning.verification import swept
+from quarantune.tuning.verification import swept, times_of
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.options import AUTO, AUTO_MAX_TRIALS, EXHAUSTIVE, SURROGATE
 from quarantune.values.settings import parse_setting
 from quarantune.values.texts import call_text, printable, shown
-from quarantune.values.trial import Findings, Outcome, Searched, TuningFailedError
+from quarantune.values.trial import Findings, Searched, TuningFailedError
 
 _FEWEST = 3
 """Fewest calls of one kind that a rule is fitted on."""
@@ -124,16 +124,11 @@ class _Row:
     def __init__(self, call: KeyedCall, weight: float, result: TuningResult) -> None:
         self.call, self.weight, self.configs = call, weight, dict[str, Config]()
         self.best_ms = result.time_ms
-        self.times = {text: time_ms / result.time_ms for text, time_ms in self._times_ms(result).items()}
+        self.configs |= {text_of(trial.config): trial.config for trial in result.trials}
+        self.times = {text: time_ms / result.time_ms for text, time_ms in times_of(result).items()}
         self.best = text_of(result.best_config)
         self.times[self.best] = 1.0
         self.configs.setdefault(self.best, result.best_config)
-
-    def _times_ms(self, result: TuningResult) -> dict[str, float]:
-        final = {text_of(trial.config): trial.time_ms for trial in result.finalists}
-        ended = [trial for trial in result.trials if trial.outcome is not Outcome.NOT_RUN]
-        self.configs |= {text_of(trial.config): trial.config for trial in ended}
-        return {text: final.get(text) or trial.merit or math.inf for trial in ended for text in [text_of(trial.config)]}
 
     def usable(self, config: Config) -> Config | None:
         """Returns a config if the call has it and `prune_fn` accepts it."""
@@ -152,7 +147,7 @@ class _Row:
             result = swept(self.call.call, [best, *usable.values()], lambda call: Tuner(call.function).tune(call))
         except TuningFailedError:
             return len(usable)
-        times_ms = self._times_ms(result)
+        times_ms = times_of(result)
         anchor_ms = times_ms.get(self.best, math.inf)
         if anchor_ms < math.inf:
             self.times |= {text: times_ms.get(text, math.inf) / anchor_ms for text in usable}
@@ -277,7 +272,7 @@ def fit(tuner: Tuner, calls: Sequence[Arguments], weights: Sequence[float], aim:
         kinds.setdefault(rule_key(call.id.key), []).append(call)
     if max(map(len, kinds.values())) < _FEWEST:
         raise ValueError(
-            f"{function.name}: a rule needs {_FEWEST} different calls with the same parameters and ranks, and there are "
+            f"{function.name}: a rule needs {_FEWEST} different calls with the same parameters and ranks, not "
             f"{max(map(len, kinds.values()))}: give more calls"
         )
     fitting, rules = _Fitting(tuner, aim, began_s + aim.time_budget_s), list[Rule]()

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import statistics
 import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,8 +86,8 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
     directory, tuned = _opened().directory, []
-    if not options.functions and (options.max_loss or options.retune):
-        raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
+    if not options.functions and (options.max_loss or options.retune or options.sample):
+        raise InputError("--max-loss, --retune and --sample need functions: name them, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
         from quarantune.cli import calls
 
@@ -100,7 +101,16 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         out.line(f"every file in {str(directory)!r} is whole")
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
-    if tuned:
+    if options.sample:
+        report = TuningCache(directory).verify(*tuned, retune=options.retune, sample=options.sample)
+        for each in report.sampled:
+            out.line(printable(str(each)))
+        losses = [each.loss for each in report.sampled if each.loss is not None]
+        mean = f": true loss {statistics.fmean(losses):.1%} on average, {max(losses):.1%} at worst" if losses else ""
+        out.line(f"{counted(len(report.sampled), 'call')} that a rule answered and that nobody tuned{mean}")
+        document["sampled"] = [each.to_dict() for each in report.sampled]
+        is_right &= not options.max_loss or all(100 * loss <= options.max_loss for loss in losses)
+    elif tuned:
         names = {safe_name(function.function.name) for function in tuned}
         report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
         verified = [entry for entry in report.entries if entry.key.kernel_type in names]

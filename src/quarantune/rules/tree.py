@@ -49,7 +49,7 @@ class Aim:
 
 @dataclasses.dataclass(frozen=True)
 class _Question:
-    """A column of the calls' values. A node asks whether a value is at most a bound; if it is exact, whether it is 1."""
+    """A column of the calls' values. A node asks if a value is at most a bound; or 1, if it is exact."""
 
     ask: Any
     of: tuple[int, ...]
@@ -220,7 +220,7 @@ def _questions(parts: Sequence[Part], values: Sequence[Sequence[Any]]) -> Iterat
 
 
 def _grow(costs: Table, calls: npt.NDArray[Any], questions: Sequence[_Question], depth: int) -> _Grown:
-    """Grows a tree greedily: each question saves the most cost; of equal questions, it takes the one in the widest gap."""
+    """Grows a tree greedily: each question saves the most cost, and of equal ones it lies in the widest gap."""
     totals = costs[calls].sum(0)
     ranked = tuple(np.argsort(totals, kind="stable").tolist())
     best: tuple[float, float, _Question, float, float] | None = None

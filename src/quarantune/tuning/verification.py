@@ -22,8 +22,8 @@ from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
 from quarantune.values.blocks import settings
-from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, as_given
+from quarantune.values.codec import JsonObject, as_json, decode_json, text_of
+from quarantune.values.configs import Config, as_given, format_config
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
@@ -94,15 +94,50 @@ class Verified:
         return {**self.key._asdict(), **fields, "verdict": self.verdict.value, **rates}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampledCall:
+    """A call that a rule answered, tuned now.
+
+    Attributes:
+        call: the call as text.
+        config: the rule's config.
+        best_config: the best config that was found; None if tuning failed.
+        loss: how much longer the rule's config takes, as a share, measured next to the best one; None if unknown.
+        expected_loss: the loss that the rule expects, as a share.
+        reason: why the loss is unknown; else empty.
+    """
+
+    call: str
+    config: Config
+    best_config: Config | None = None
+    loss: float | None = None
+    expected_loss: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """Returns the losses on one line."""
+        expected = f"expected {self.expected_loss:.1%}"
+        if self.loss is None or self.best_config is None:
+            return f"{self.call}: {self.reason}; {expected}"
+        configs = f"{format_config(self.config)}, and the best is {format_config(self.best_config)}"
+        return f"{self.call}: true loss {self.loss:.1%}, {expected}: {configs}"
+
+    def to_dict(self) -> JsonObject:
+        """Returns the call as JSON-able data."""
+        return {field.name: as_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
     """The entries of a cache, measured again.
 
     Attributes:
         entries: one for each entry of the cache.
+        sampled: the calls of `sample`, tuned now.
     """
 
     entries: tuple[Verified, ...]
+    sampled: tuple[SampledCall, ...] = ()
 
     @property
     def stale(self) -> tuple[Verified, ...]:
@@ -117,7 +152,8 @@ class VerifyReport:
         """Returns the numbers, and a line for each entry that is not current."""
         counts = collections.Counter(entry.verdict for entry in self.entries)
         head = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "no entries"
-        return "\n".join([head, *(f"  {entry}" for entry in self.entries if entry.verdict is not Verdict.CURRENT)])
+        stale = (f"  {entry}" for entry in self.entries if entry.verdict is not Verdict.CURRENT)
+        return "\n".join([head, *stale, *map(str, self.sampled)])
 
 
 def verify(
@@ -142,7 +178,7 @@ def verify(
         retune: whether to measure all configs again if a winner is stale or was only estimated.
     """
     given, found = list(functions), []
-    for record in records:
+    for record in (record for record in records if "rule" not in record.entry):
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
@@ -246,13 +282,23 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
 
 
 def swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
-    """Runs a sweep over a few configs that reads and saves nothing."""
+    """Returns the result of a sweep over a few configs that reads and saves nothing."""
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
     options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
     alone = BoundCall(function.with_options(options, configs), call.args, call.kwargs)
     with settings(disable_cache=True, agree="0", progress=False, **limits):
         return tune(alone)
+
+
+def times_of(result: TuningResult) -> dict[str, float]:
+    """Returns the time of each config of a sweep that ran, by its text, in milliseconds; infinite for a failure.
+
+    Finals are careful measurements. For other trials it takes the merit: disturbed runs spoil their times.
+    """
+    final = {text_of(trial.config): trial.time_ms for trial in result.finalists}
+    ended = {text_of(trial.config): trial.merit for trial in result.trials if trial.outcome is not Outcome.NOT_RUN}
+    return {text: final.get(text) or merit or math.inf for text, merit in ended.items()}
 
 
 def _code_of(key: CacheKey) -> Any:
