@@ -358,7 +358,6 @@ class Autotuned(TunedCallable[_P, _R]):
         *,
         max_configs: int = 8,
         max_loss: float | str = "3%",
-        by: Literal["total", "worst"] = "worst",
         time_budget: float | None = None,
     ) -> FitReport:
         """Fits a rule on some calls, which answers for calls that nobody tuned, and saves it in the cache.
@@ -374,8 +373,8 @@ class Autotuned(TunedCallable[_P, _R]):
             weights: how much each call counts. None takes the counts of recorded calls, and 1 for others.
             max_configs: the most configs that the rule chooses between.
             max_loss: how much longer than with its own best config any call may take, as `"3%"` or `0.03`. The rule
-                takes the fewest configs with which this holds for all calls, if so few are enough.
-            by: `worst` to bound the loss of every call; `total` to bound the weighted mean of the losses, by time.
+                takes the fewest configs with which this holds for all calls. If these are too many, it takes those with
+                the least total loss.
             time_budget: seconds after which nothing further is measured.
 
         Returns:
@@ -387,14 +386,13 @@ class Autotuned(TunedCallable[_P, _R]):
             TypeError: `calls` holds something that is not a call, or a call that sets a tunable.
             ValueError: There are fewer than three calls of one kind, or an argument is not valid.
         """
-        from quarantune.api.fit import aim_of, fit  # calls do not need these
+        from quarantune.api.fit import fit  # calls do not need these
         from quarantune.api.tune_for import given_arguments, given_weights
 
         try:
             with own_frames_hidden():
-                given = [given_arguments(call) for call in calls]
-                aim = aim_of(max_configs, max_loss, by, time_budget)
-                return fit(self._tuner, given, given_weights(calls, weights), aim)
+                given, many = [given_arguments(call) for call in calls], given_weights(calls, weights)
+                return fit(self._tuner, given, many, max_configs, max_loss, time_budget)
         finally:
             self.forget()
 

@@ -13,26 +13,24 @@ import numpy as np
 
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import open_store
-from quarantune.api.tune_for import TOTAL, WORST
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
-from quarantune.cache.problems import CacheWriteError
+from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions import versions
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
+from quarantune.rules import rule as rules
 from quarantune.rules import tree
-from quarantune.rules.rule import FIELD, MOST_CONFIGS, Rule, leaves_in, rule_key
+from quarantune.rules.rule import Rule
 from quarantune.sweep.limits import SearchLimits
 from quarantune.tuning.outcome import findings_now
 from quarantune.tuning.verification import swept, times_of
-from quarantune.values import blocks
+from quarantune.values import blocks, options, texts
 from quarantune.values.codec import JsonObject, as_json, is_number, is_whole, text_of
 from quarantune.values.configs import Config
-from quarantune.values.options import AUTO, AUTO_MAX_TRIALS, EXHAUSTIVE, SURROGATE
 from quarantune.values.settings import parse_setting
-from quarantune.values.texts import call_text, printable, shown
 from quarantune.values.trial import Findings, Searched, TuningFailedError
 
 _FEWEST = 3
@@ -65,50 +63,15 @@ class FitReport:
     name: str
     device: str
     rules: tuple[Rule, ...]
-    skipped: tuple[tuple[str, str], ...] = ()
-    trials: int = 0
-    seconds: float = 0.0
+    skipped: tuple[str, ...]
+    trials: int
+    seconds: float
 
     def __str__(self) -> str:
         """Returns the rules as indented conditions, with their expected losses."""
-        lines = [f"{self.name} on {self.device}: {self.trials} trials, {self.seconds:.0f} s"]
-        for rule in self.rules:
-            lines += [f"  {line}" for line in rule.lines()]
-        return "\n".join([*lines, *(f"  left out: {call}: {reason}" for call, reason in self.skipped)])
-
-    def to_dict(self) -> JsonObject:
-        """Returns the report as JSON-able data."""
-        fields = {name: getattr(self, name) for name in ("name", "device", "skipped", "trials", "seconds")}
-        return fields | {"rules": [rule.to_json() for rule in self.rules]}
-
-
-@dataclasses.dataclass(frozen=True)
-class FitAim(tree.Aim):
-    """The aim of a rule, and the seconds for fitting it."""
-
-    time_budget_s: float = math.inf
-
-
-def aim_of(max_configs: Any, max_loss: Any, by: Any, time_budget: Any = None) -> FitAim:
-    """Returns the aim of a rule as a user gives it.
-
-    Raises:
-        ValueError: A value is not valid.
-    """
-    if not is_whole(max_configs, 1) or max_configs > MOST_CONFIGS:
-        raise ValueError(f"max_configs={shown(max_configs)} is not valid: give a whole number from 1 to {MOST_CONFIGS}")
-    share = max_loss
-    if isinstance(max_loss, str) and max_loss.strip().endswith("%"):
-        try:
-            share = float(max_loss.strip()[:-1]) / 100
-        except ValueError:
-            share = None
-    if not is_number(share) or not 0 <= share < 10:
-        raise ValueError(f"max_loss={shown(max_loss)} is not valid: give percent, as '3%', or a share, as 0.03")
-    if by not in (TOTAL, WORST):
-        raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
-    budget_s = parse_setting("time_budget", "time_budget", time_budget)
-    return FitAim(max_configs, float(share), by, math.inf if budget_s is None else budget_s)
+        lines = [f"  {line}" for rule in self.rules for line in rule.lines()]
+        head = f"{self.name} on {self.device}: {self.trials} trials, {self.seconds:.0f} s"
+        return "\n".join([head, *lines, *(f"  left out: {each}" for each in self.skipped)])
 
 
 class _Row:
@@ -117,216 +80,200 @@ class _Row:
     Attributes:
         call: the call.
         weight: how much it counts.
+        best: the text of its best config.
         times: the measured times by the text of the config, relative to the best; infinite for a failure.
         configs: the configs by their texts.
     """
 
     def __init__(self, call: KeyedCall, weight: float, result: TuningResult) -> None:
-        self.call, self.weight, self.configs = call, weight, dict[str, Config]()
-        self.best_ms = result.time_ms
-        self.configs |= {text_of(trial.config): trial.config for trial in result.trials}
-        self.times = {text: time_ms / result.time_ms for text, time_ms in times_of(result).items()}
-        self.best = text_of(result.best_config)
-        self.times[self.best] = 1.0
-        self.configs.setdefault(self.best, result.best_config)
-
-    def usable(self, config: Config) -> Config | None:
-        """Returns a config if the call has it and `prune_fn` accepts it."""
-        found = self.call.call.find(as_json(config), is_listed=True)
-        return found if found is not None and self.call.call.keeps(found) else None
+        self.call, self.weight, self.best = call, weight, text_of(result.best_config)
+        found = times_of(result) | {self.best: result.time_ms}
+        self.times = {text: time_ms / result.time_ms for text, time_ms in found.items()}
+        self.configs: dict[str, Config] = {text_of(trial.config): trial.config for trial in result.trials}
+        self.configs[self.best] = result.best_config
 
     def measure(self, wanted: Mapping[str, Config]) -> int:
         """Measures configs next to the best one, and returns how many."""
-        usable = {text: found for text, config in wanted.items() if (found := self.usable(config)) is not None}
-        self.configs |= usable
-        self.times |= dict.fromkeys(wanted.keys() - self.times.keys(), math.inf)
-        best = self.usable(self.configs[self.best])
-        if not usable or best is None:
-            return 0
-        try:
-            result = swept(self.call.call, [best, *usable.values()], lambda call: Tuner(call.function).tune(call))
-        except TuningFailedError:
-            return len(usable)
-        times_ms = times_of(result)
-        anchor_ms = times_ms.get(self.best, math.inf)
-        if anchor_ms < math.inf:
-            self.times |= {text: times_ms.get(text, math.inf) / anchor_ms for text in usable}
-        return 1 + len(usable)
-
-    def losses(self, columns: Iterable[str]) -> list[float]:
-        """Returns the loss of each config; NaN for a config that was not measured."""
-        least = min(self.times.values())
-        return [self.times.get(text, math.nan) / least - 1 for text in columns]
+        bound = self.call.call
+        here = {text: bound.find(as_json(config), is_listed=True) for text, config in wanted.items()}
+        usable = {text: config for text, config in here.items() if config is not None and bound.keeps(config)}
+        self.times |= dict.fromkeys(wanted, math.inf)
+        if usable:
+            try:
+                found = times_of(swept(bound, [self.configs[self.best], *usable.values()], tune=tune_now))
+            except TuningFailedError:
+                found = {}
+            if (best_ms := found.get(self.best, math.inf)) < math.inf:
+                self.times |= {text: found.get(text, math.inf) / best_ms for text in usable}
+        return len(usable)
 
 
 class _Fitting:
     """Fits rules on calls, within a share of all trials and a time."""
 
-    def __init__(self, tuner: Tuner, aim: tree.Aim, ends_s: float) -> None:
-        self.tuner, self.aim, self.ends_s = tuner, aim, ends_s
-        self.trials, self.most_trials = 0, 0
-        self.skipped: list[tuple[str, str]] = []
+    def __init__(self, tuner: Tuner, max_configs: int, max_loss: float, ends_s: float) -> None:
+        self._tuner, self._max_configs, self._max_loss, self._ends_s = tuner, max_configs, max_loss, ends_s
+        self.trials, self._most_trials = 0, 0
+        self.skipped: list[str] = []
 
-    def rows(self, calls: Sequence[KeyedCall], weights: Sequence[float]) -> list[_Row]:
-        """Returns the calls with the trials of a sweep each. Distant calls come first, to serve those between them."""
-        rows = list[_Row]()
-        for number, index in enumerate(_spread(calls, weights)):
-            call = calls[index]
-            size = call.call.configs.size or AUTO_MAX_TRIALS
-            self.most_trials += size if size <= _SMALL else math.ceil(_SHARE * size)
-            share = _WIDE if number < _FIRST else _NARROW
-            limits: Any = {} if size <= _SMALL else self._limits(max(_LEAST_TRIALS, math.ceil(share * size)))
-            if self.ends_s < math.inf:
-                limits["time_budget"] = max(self.ends_s - time.monotonic(), 1e-3)
-            if self.ends_s <= time.monotonic():
-                self.skipped.append((call_text(call.arguments), "the time budget was over: fit again to continue"))
-                continue
-            try:
-                with blocks.settings(on_miss="tune", record=None, **limits):
-                    bound = self.tuner.bind(call.call.args, call.call.kwargs)
-                    result = self.tuner.result(bound).with_trials()
-            except TuningFailedError as error:
-                self.skipped.append((call_text(call.arguments), f"no config works: {printable(str(error)):.200}"))
-                continue
-            self.trials += 0 if result.from_cache else len(result.trials)
-            rows.append(_Row(call, weights[index], result))
+    def rows(self, calls: Sequence[tuple[KeyedCall, float]]) -> list[_Row]:
+        """Returns the calls with the trials of a sweep each, those between the smallest and the largest last."""
+        ordered = sorted(calls, key=lambda each: texts.call_size(each[0].arguments))
+        rows = []
+        for number, (call, weight) in enumerate([*ordered[-1:], *ordered[:-1]]):
+            size, limits = call.call.configs.size or options.AUTO_MAX_TRIALS, JsonObject()
+            self._most_trials += size if size <= _SMALL else math.ceil(_SHARE * size)
+            if size > _SMALL:
+                share = _WIDE if number < _FIRST else _NARROW
+                limits = self._limits(max(_LEAST_TRIALS, math.ceil(share * size)))
+            if self._ends_s < math.inf:
+                limits["time_budget"] = max(self._ends_s - time.monotonic(), 1e-3)
+            reason = "the time budget was over: fit again to continue"
+            if time.monotonic() < self._ends_s:
+                try:
+                    with blocks.settings(on_miss="tune", record=None, **limits):
+                        bound = self._tuner.bind(call.call.args, call.call.kwargs)
+                        result = self._tuner.result(bound).with_trials()
+                    self.trials += 0 if result.from_cache else len(result.trials)
+                    rows.append(_Row(call, weight, result))
+                    continue
+                except TuningFailedError as error:
+                    reason = f"no config works: {texts.first_line(error):.200}"
+            self.skipped.append(f"{texts.call_text(call.arguments)}: {reason}")
         return rows
 
     def _limits(self, most: int) -> JsonObject:
         """Returns the settings of a search, which leave an author's or operator's own search and lower limit."""
-        own = SearchLimits.of(self.tuner.function.options, blocks.current())
-        search = {"search": SURROGATE} if own.search in (AUTO, EXHAUSTIVE) else {}
-        return {"max_trials": most if own.max_trials is None else min(most, own.max_trials), **search}
+        own = SearchLimits.of(self._tuner.function.options, blocks.current())
+        search = {"search": options.SURROGATE} if own.search in (options.AUTO, options.EXHAUSTIVE) else {}
+        return {"max_trials": min(most, own.max_trials or most), **search}
 
     def rule(self, rows: Sequence[_Row]) -> Rule:
-        """Returns a rule for rows of one kind, and measures what its choice depends on."""
-        self._fill(rows, [self._promising(rows)] * len(rows))
+        """Returns a rule for rows of one kind, and measures the times that its choice depends on."""
+        good = Counter(text for row in rows for text, ratio in row.times.items() if ratio <= (1 + self._max_loss) ** 2)
+        wanted: Sequence[Iterable[str]] = [[text for text, _ in good.most_common(self._max_configs)]] * len(rows)
+        self._fill(rows, wanted)
+        rule, wanted = self._fitted(rows)
         for _ in range(_ROUNDS):
-            fitted, columns = self._fit(rows)
-            if not self._fill(rows, [[columns[place] for place in wanted] for wanted in fitted.wanted]):
-                break
-        return self._fit(rows)[0].rule
+            if self._fill(rows, wanted):
+                rule, wanted = self._fitted(rows)
+        return rule
 
-    def _fit(self, rows: Sequence[_Row]) -> tuple[tree.Fitted, list[str]]:
+    def _fitted(self, rows: Sequence[_Row]) -> tuple[Rule, list[list[str]]]:
+        """Returns a rule, and for each row the configs that it answers, now and if the row is left out."""
         configs = {text: config for row in rows for text, config in row.configs.items()}
         columns = [text for text in configs if any(row.times.get(text, math.inf) < math.inf for row in rows)]
-        table = np.array([row.losses(columns) for row in rows])
-        by_total = self.aim.by == TOTAL
-        fitted = tree.fit(
-            [leaves_in(row.call.id.key) for row in rows],
-            [call_text(row.call.readable)[:300] for row in rows],
-            table,
+        times = np.array([[row.times.get(text, math.nan) for text in columns] for row in rows])
+        rule, wanted = tree.fit(
+            [(rules.leaves_in(it.call.id.key), texts.call_text(it.call.readable)[:300], it.weight) for it in rows],
+            times / np.nanmin(times, axis=1, keepdims=True) - 1,
             [as_json(configs[text]) for text in columns],
-            [row.weight * (row.best_ms if by_total else 1.0) for row in rows],
-            self.aim,
+            self._max_configs,
+            self._max_loss,
         )
-        return fitted, columns
-
-    def _promising(self, rows: Sequence[_Row]) -> list[str]:
-        """Returns the configs that are good for the most calls."""
-        good = Counter(
-            text for row in rows for text, ratio in row.times.items() if ratio <= (1 + self.aim.max_loss) ** 2
-        )
-        return [text for text, _ in good.most_common(self.aim.max_configs)]
+        return rule, [[columns[place] for place in places] for places in wanted]
 
     def _fill(self, rows: Sequence[_Row], wanted: Sequence[Iterable[str]]) -> bool:
-        """Measures configs for the calls that lack them, as long as the budgets last; returns whether any was."""
-        configs, has_measured = {text: it for row in rows for text, it in row.configs.items()}, False
-        for row, texts in zip(rows, wanted, strict=True):
-            missing = {text: configs[text] for text in texts if text not in row.times}
-            if missing and self.trials + len(missing) < self.most_trials and time.monotonic() < self.ends_s:
+        """Measures configs for the rows that lack them, as long as the budgets last; returns whether any was."""
+        configs, before = {text: it for row in rows for text, it in row.configs.items()}, self.trials
+        for row, those in zip(rows, wanted, strict=True):
+            missing = {text: configs[text] for text in those if text not in row.times}
+            if missing and self.trials + len(missing) < self._most_trials and time.monotonic() < self._ends_s:
                 self.trials += row.measure(missing)
-                has_measured = True
-        return has_measured
+        return self.trials > before
 
 
-def fit(tuner: Tuner, calls: Sequence[Arguments], weights: Sequence[float], aim: FitAim) -> FitReport:
+def fit(
+    tuner: Tuner,
+    calls: Sequence[Arguments],
+    weights: Sequence[float],
+    max_configs: int,
+    max_loss: float | str,
+    time_budget: float | None,
+) -> FitReport:
     """Fits rules on calls of a function, and saves them in the cache; see `Autotuned.fit`.
 
     Args:
         tuner: the tuner of the function.
         calls: the positional and keyword arguments of each call.
         weights: how much each call counts.
-        aim: the aim of a rule, and the seconds after which nothing further is measured.
+        max_configs: the most configs that a rule may choose between.
+        max_loss: the largest loss of a call, in percent as a text, or as a share.
+        time_budget: seconds after which nothing further is measured; None for no limit.
 
     Raises:
         TuningFailedError: No config works for any call.
         TypeError: A call sets a tunable, or the function does not take its arguments.
-        ValueError: The calls are too few, the function is not tuned by its time, or nothing can be saved.
+        ValueError: An argument is not valid, the calls are too few, or nothing can be saved.
     """
-    began_s, function = time.monotonic(), tuner.function
-    if not function.options.is_by_time:
-        raise ValueError(f"{function.name}: fit compares times: leave out objective, or use tune")
-    described: dict[str, KeyedCall] = {}
-    weighed: dict[str, float] = {}
-    for args, weight in zip(calls, weights, strict=True):
-        bound = tuner.bind(*args)
-        now = Situation.of(bound)
-        call = keyed_to_tune(bound, place_of(now.settings).device())
-        described.setdefault(call.id.key, call)
-        weighed[call.id.key] = weighed.get(call.id.key, 0.0) + weight
+    began_s, name, kinds = time.monotonic(), tuner.function.name, dict[str, dict[str, tuple[KeyedCall, float]]]()
+    share, budget_s = _share(max_loss), parse_setting("time_budget", "time_budget", time_budget)
+    if not is_whole(max_configs, 1) or max_configs > rules.MOST_CONFIGS:
+        wanted = f"a whole number from 1 to {rules.MOST_CONFIGS}"
+        raise ValueError(f"max_configs={texts.shown(max_configs)} is not valid: give {wanted}")
+    if not tuner.function.options.is_by_time:
+        raise ValueError(f"{name}: fit compares times: leave out objective, or use tune")
     if blocks.current().disable_cache:
         raise ValueError("the cache is off, so no rule could be saved: unset QUARANTUNE_DISABLE_CACHE")
-    kinds: dict[str, list[KeyedCall]] = {}
-    for call in described.values():
-        kinds.setdefault(rule_key(call.id.key), []).append(call)
-    if max(map(len, kinds.values())) < _FEWEST:
+    for args, weight in zip(calls, weights, strict=True):
+        bound = tuner.bind(*args)
+        call = keyed_to_tune(bound, place_of(Situation.of(bound).settings).device())
+        alike = kinds.setdefault(rules.rule_key(call.id.key), {})
+        alike[call.id.key] = call, weight + (alike[call.id.key][1] if call.id.key in alike else 0.0)
+    if (most := max(map(len, kinds.values()))) < _FEWEST:
         raise ValueError(
-            f"{function.name}: a rule needs {_FEWEST} different calls with the same parameters and ranks, not "
-            f"{max(map(len, kinds.values()))}: give more calls"
+            f"{name}: a rule needs {_FEWEST} different calls with the same parameters, not {most}: give more"
         )
-    fitting, rules = _Fitting(tuner, aim, began_s + aim.time_budget_s), list[Rule]()
+    fitting, found = _Fitting(tuner, max_configs, share, began_s + (budget_s or math.inf)), list[Rule]()
     for key, alike in kinds.items():
-        rows: Sequence[_Row] = ()
-        if len(alike) >= _FEWEST:
-            rows = fitting.rows(alike, [weighed[call.id.key] for call in alike])
-        if len(rows) < _FEWEST:
-            left = [row.call for row in rows] if len(alike) >= _FEWEST else alike
-            reason = f"only {len(left)} calls have its parameters and ranks"
-            fitting.skipped += [(call_text(it.arguments), reason) for it in left]
+        if len(alike) < _FEWEST or len(rows := fitting.rows([*alike.values()])) < _FEWEST:
+            few = f"fewer than {_FEWEST} calls with its parameters and ranks have times"
+            fitting.skipped += [f"{texts.call_text(call.arguments)}: {few}" for call, _ in alike.values()]
             continue
-        rules.append(rule := fitting.rule(rows))
-        _save(rows[0].call, key, rule)
-    if not rules:
-        reasons = "; ".join(dict.fromkeys(reason for _, reason in fitting.skipped))
-        raise TuningFailedError(f"{function.name}: no rule was fitted: {reasons:.2000}", trials=(), key="")
-    device, seconds = next(iter(described.values())).id.device, time.monotonic() - began_s
+        found.append(fitting.rule(rows))
+        _save(rows[0].call, key, found[-1])
+    if not found:
+        raise TuningFailedError(f"{name}: no rule was fitted: {'; '.join(fitting.skipped):.2000}", trials=(), key="")
     return FitReport(
-        name=function.name,
-        device=device,
-        rules=tuple(rules),
+        name=name,
+        device=call.id.device,
+        rules=tuple(found),
         skipped=tuple(fitting.skipped),
         trials=fitting.trials,
-        seconds=seconds,
+        seconds=time.monotonic() - began_s,
     )
 
 
+def _share(max_loss: Any) -> float:
+    """Returns a loss as a share.
+
+    Raises:
+        ValueError: It is neither percent nor a share.
+    """
+    share = max_loss
+    if isinstance(max_loss, str):
+        number, is_percent, _ = max_loss.partition("%")
+        share = float(number) / 100 if is_percent and number.strip().replace(".", "", 1).isdigit() else None
+    if not is_number(share) or not 0 <= share < 10:
+        raise ValueError(f"max_loss={texts.shown(max_loss)} is not valid: give percent, as '3%', or a share, as 0.03")
+    return share
+
+
+def tune_now(call: BoundCall) -> TuningResult:
+    """Tunes for a call of a function, and remembers nothing of it in other calls."""
+    return Tuner(call.function).tune(call)
+
+
 def _save(call: KeyedCall, key: str, rule: Rule) -> None:
-    found = findings_now(call.call, Findings(), (), Searched())
+    now = findings_now(call.call, Findings(), (), Searched())
     entry = {
         "config": {},
         "fingerprint": call.call.function.fingerprint.parts,
-        "space": call.call.space,
         "versions": versions.versions(),
-        "created": found.created,
-        **({"commit": found.commit} if found.commit else {}),
-        FIELD: rule.to_json(),
+        "created": now.created,
+        rules.FIELD: rule.to_json(),
     }
     try:
         open_store(blocks.current()).put(call.id.name, call.id.device, key, entry)
-    except CacheWriteError as error:
+    except problems.CacheWriteError as error:
         problems.report_once(str(error))
-
-
-def _spread(calls: Sequence[KeyedCall], weights: Sequence[float]) -> list[int]:
-    """Returns the positions of calls: the weightiest first, then each time the call farthest from all before."""
-    rows = [leaves_in(call.id.key) for call in calls]
-    sizes = [place for place, part in enumerate(tree.parts_of(rows)) if part.is_size]
-    points = np.log2([[[*row.values()][place] for place in sizes] or [1] for row in rows])
-    order = [int(np.argmax(weights))]
-    away = np.full(len(rows), np.inf)
-    while len(order) < len(rows):
-        away = np.minimum(away, np.abs(points - points[order[-1]]).sum(1))
-        away[order] = -1
-        order.append(int(np.argmax(away)))
-    return order

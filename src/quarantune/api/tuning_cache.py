@@ -19,10 +19,9 @@ from quarantune.cache.store import Store
 from quarantune.host.locks import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import blocks
-from quarantune.values.codec import JsonObject, as_json, canonical_json, frozen, is_whole, plain
+from quarantune.values.codec import JsonObject, as_json, canonical_json, frozen, plain
 from quarantune.values.configs import Config
 from quarantune.values.forgetting import forget_choices
-from quarantune.values.texts import shown
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, AutoTuner
@@ -263,7 +262,6 @@ class TuningCache:
         arguments: Callable[[CacheKey], Arguments | None] | None = None,
         max_loss_percent: float | None = None,
         retune: bool = False,
-        sample: int | None = None,
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
@@ -279,8 +277,6 @@ class TuningCache:
             max_loss_percent: slowdown in percent, compared with the saved time, above which a winner is stale. None
                 compares winners with the defaults alone.
             retune: whether to tune again each call whose winner is stale or only estimated, and save the result.
-            sample: measures no winners, but tunes as many calls that rules answered from this cache and that nobody
-                tuned, drawn at random, and compares the rules' configs with the best; `retune` saves these results.
 
         Returns:
             One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call can find it) or `unknown`
@@ -288,7 +284,7 @@ class TuningCache:
 
         Raises:
             TypeError: An argument is not a tuned function or a text.
-            ValueError: There is no function, a text does not name one, or `sample` is not a number of calls.
+            ValueError: There is no function, or a text does not name one.
 
         Example:
             >>> import jax, quarantune
@@ -307,15 +303,6 @@ class TuningCache:
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
         tuned = [_tuned(function) for function in functions]
-        if sample is not None:
-            from quarantune.tuning.sampled import sampled
-
-            if not is_whole(sample, 1):
-                raise ValueError(f"sample={shown(sample)} is not valid: give a whole number of calls, at least 1")
-            found = sampled(
-                tuned, self.directory, sample, tune=lambda call: Tuner(call.function).tune(call), saves=retune
-            )
-            return verification.VerifyReport((), tuple(found))
         with blocks.settings(cache_dir=self.directory):
             return verification.verify(
                 iter(self),
@@ -372,8 +359,8 @@ def _tuned(function: Any) -> TunedFunction:
 
     found = _imported(function) if isinstance(function, str) else function
     if not isinstance(found, (Autotuned, AutoTuner)):
-        name = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
-        raise TypeError(f"{name!r} is not a tuned function: give the result of @quarantune.autotune, or an AutoTuner")
+        shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
+        raise TypeError(f"{shown!r} is not a tuned function: give the result of @quarantune.autotune, or an AutoTuner")
     return found.function
 
 

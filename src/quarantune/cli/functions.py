@@ -183,7 +183,7 @@ def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
 
 # --- recorded calls -------------------------------------------------------------------------------------------
 
-_TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not possible here"
+TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not possible here"
 
 
 def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
@@ -193,7 +193,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     for call, status, (record, text) in _recorded_ends(found, options, named):
         about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
         records.append(about | record)
-        if status in (_TUNED, _FAILED, _REFUSED):
+        if status in (TUNED, _FAILED, _REFUSED):
             out.line(printable_lines(f"{call}, met {counted(call.count, 'time')}: {text}"))
         counts[status] += 1
     ends = ", ".join(f"{number} {status}" for status, number in counts.items()) or "nothing to tune"
@@ -239,7 +239,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                 left_s = ends_s - time.monotonic()
                 for call in batch:
                     status, made, reason = made_again(call, here, loaded, force=options.force)
-                    if status == _TUNED and left_s <= 0:
+                    if status == TUNED and left_s <= 0:
                         status, made = "left for the next run", None
                     if made is None:
                         yield call, status, _told_failure(TuningFailedError(reason or status, trials=(), key=""))
@@ -253,7 +253,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                 if executor is not None:
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
                         tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))
-                yield from (_ended(call, made, _TUNED) for call, made in ready)
+                yield from (_ended(call, made, TUNED) for call, made in ready)
 
 
 def made_again(
@@ -268,7 +268,7 @@ def made_again(
         args, kwargs = described_arguments(dict(call.arguments), tuned.function)
         if not ahead.is_same(call, tuned, args, kwargs):
             return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it in the calling program"
-        status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
+        status = TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
     except Exception as error:  # also from the author's functions
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
     return status, (tuned, GivenCall(args, kwargs)), ""

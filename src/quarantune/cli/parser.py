@@ -213,10 +213,6 @@ COMMANDS: Mapping[str, Command] = {
             _CALLS[2],
             _value("--max-configs N", "choose between at most N configs (default: 8)", type=_COUNT, default=8),
             _value("--max-loss PERCENT", "a call may take this much longer (default: 3)", type=_PERCENT, default=3.0),
-            (
-                "--by",
-                {"choices": ("worst", "total"), "default": "worst", "help": "bound each loss, or their mean"},
-            ),
             _value("--time-budget S", "measure for at most S seconds in total", type=_SECONDS),
             *_COMMON,
         ),
@@ -224,7 +220,7 @@ COMMANDS: Mapping[str, Command] = {
         "QUARANTUNE_ON_MISS=rule.",
         (
             "quarantune fit kernels:matmul --shapes shapes.txt --max-configs 4",
-            "quarantune fit --recorded recorded --time-budget 3600 --by total",
+            "quarantune fit --recorded recorded --time-budget 3600",
         ),
     ),
     "run": Command(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import re
-import statistics
 import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from quarantune.cache.file_names import safe_name
 from quarantune.cache.store import Store
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.host.shared_files import advice
-from quarantune.results.from_cache import cached_results
+from quarantune.results.from_cache import cached_results, page_rules
 from quarantune.results.report_data import ResultData
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject
@@ -102,14 +102,11 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
     if options.sample:
-        report = TuningCache(directory).verify(*tuned, retune=options.retune, sample=options.sample)
-        for each in report.sampled:
-            out.line(printable(str(each)))
-        losses = [each.loss for each in report.sampled if each.loss is not None]
-        mean = f": true loss {statistics.fmean(losses):.1%} on average, {max(losses):.1%} at worst" if losses else ""
-        out.line(f"{counted(len(report.sampled), 'call')} that a rule answered and that nobody tuned{mean}")
-        document["sampled"] = [each.to_dict() for each in report.sampled]
-        is_right &= not options.max_loss or all(100 * loss <= options.max_loss for loss in losses)
+        from quarantune.cli import fitting
+
+        document["sampled"] = fitting.sample(tuned, options.sample, out, saves=options.retune)
+        most = options.max_loss or math.inf
+        is_right &= all(100 * (each["loss"] or 0.0) <= most for each in document["sampled"])
     elif tuned:
         names = {safe_name(function.function.name) for function in tuned}
         report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
@@ -197,10 +194,11 @@ def report(options: argparse.Namespace, out: Output) -> int:
     from quarantune.results import html_report
 
     parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
-    results = [data for name, when in parts for data in _results(name, options.device, when)]
+    found = [_results(name, options.device, when) for name, when in parts]
+    results, rules = [data for of, _ in found for data in of], [rule for _, of in found for rule in of]
     path = Path(options.output or f"{safe_name(results[0].result.name)}.html").absolute()
     try:
-        html_report.write(path, results)
+        html_report.write(path, results, rules)
     except OSError as error:
         remedy = f"{advice(error)}, or give another file with -o"
         raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): {remedy}") from error
@@ -212,13 +210,16 @@ def report(options: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
-def _results(name: str, device: str | None, when: str) -> list[ResultData]:
+def _results(name: str, device: str | None, when: str) -> tuple[list[ResultData], list[JsonObject]]:
+    """Returns the results of a function, and its rules."""
     is_here = not when or safe_name(name) in _opened().names()  # a function's name may contain a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
     store = _another(directory) if directory else _opened()
     with input_errors(ValueError):
         found = cached_results(store.directory, function, device=device)
-    return [dataclasses.replace(data, when=when) for data in found]
+    return [dataclasses.replace(data, when=when) for data in found], page_rules(
+        store.directory, function, device=device
+    )
 
 
 def replay(options: argparse.Namespace, out: Output) -> int:
@@ -312,6 +313,8 @@ def _rows(rows: Sequence[Sequence[str]], out: Output) -> list[str]:
 
 def _row(entry: Entry) -> Sequence[str]:
     found = Findings.from_json(entry)
+    if "rule" in entry:
+        return "a rule", [*_rule_lines(entry)][-1], "", "", printable(str(entry.get("created", ""))[:10])
     return (
         call_text(entry.get("key_values")),
         _config(entry),
@@ -346,6 +349,10 @@ def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObje
 
 def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str]]:
     """Returns the title and the lines about one result."""
+    if "rule" in entry:
+        return f"{printable(key.kernel_type)}: a rule for {printable(key.device)}", (
+            f"  {it}" for it in _rule_lines(entry)
+        )
     rows = [("device", printable(key.device)), ("config", _config(entry))]
     if (found := Findings.from_json(entry)).time_ms > 0 or found.is_estimate:
         rows.append(("time", found.text()))
@@ -353,6 +360,16 @@ def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str
     rows.append(("key", printable(key.problem_size)))
     lines = columns(wrapped(rows, width - 2), indent="  ")
     return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines
+
+
+def _rule_lines(entry: Entry) -> Iterator[str]:
+    """Yields the rule of an entry as indented conditions, or why it cannot be read."""
+    from quarantune.rules.rule import FIELD, Rule  # few entries are rules
+
+    try:
+        yield from Rule.from_json(entry[FIELD]).lines()
+    except ValueError as error:
+        yield printable(f"it is damaged ({error}): fit it again")
 
 
 def _text(value: Any) -> str:

@@ -26,7 +26,7 @@ from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_t
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
-    *("map", "effects", "parallel", "table", "shapes", "main"),
+    *("map", "effects", "parallel", "table", "shapes", "rules", "main"),
 ]
 """The parts of the page's program, each after the parts that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
@@ -34,7 +34,7 @@ _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render(results: Sequence[ResultData]) -> str:
+def render(results: Sequence[ResultData], rules: Sequence[JsonObject] = ()) -> str:
     """Returns the report on some problems of one function as one self-contained HTML page.
 
     The page needs no network, and its content policy forbids it. Texts of configs, messages and logs reach it as JSON,
@@ -42,13 +42,14 @@ def render(results: Sequence[ResultData]) -> str:
 
     Args:
         results: at least one problem.
+        rules: the rules of the function in the form for the page; see `from_cache.page_rules`.
 
     Raises:
         ValueError: `results` is empty.
     """
     if not results:
         raise ValueError("there is no result to report on: give at least one")
-    data = page_data(results)
+    data = page_data(results) | {"rules": rules}
     parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{parts}}})();\n'
     slots = {
@@ -62,14 +63,14 @@ def render(results: Sequence[ResultData]) -> str:
     return _SLOT.sub(lambda match: slots[match[1]], _read("page.html"))
 
 
-def write(path: str | os.PathLike[str], results: Sequence[ResultData]) -> None:
+def write(path: str | os.PathLike[str], results: Sequence[ResultData], rules: Sequence[JsonObject] = ()) -> None:
     """Writes the report on some problems of one function into a file.
 
     Raises:
         ValueError: `results` is empty.
         OSError: the file cannot be written; an earlier one is unchanged.
     """
-    saved_files.write(path, render(results).encode())
+    saved_files.write(path, render(results, rules).encode())
 
 
 def _embedded(data: JsonObject) -> str:

@@ -7,21 +7,11 @@ refers to later nodes only, and the depth of the tree has a bound.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
-from quarantune.values.codec import (
-    DamageError,
-    JsonObject,
-    Record,
-    canonical_json,
-    decode_json,
-    is_number,
-    is_whole,
-    leaves_of,
-    short_hash,
-    within,
-)
+from quarantune.values import codec
+from quarantune.values.codec import Record, canonical_json, within
 from quarantune.values.configs import format_config
 from quarantune.values.texts import printable
 
@@ -34,10 +24,21 @@ FIELD = "rule"
 
 Path: TypeAlias = tuple[str | int, ...]
 Leaves: TypeAlias = Mapping[Path, Any]
-"""The values in the key of a call, by their paths."""
+"""The values of the arguments in the key of a call, by their paths."""
 _Loss: TypeAlias = Annotated[float, within(0, 1e9)]
 _Size: TypeAlias = Annotated[int, within(0, _LARGEST)]
 _Place: TypeAlias = Annotated[int, within(0, _MOST_PARTS)]
+
+_ANSWER, EQUAL, MULTIPLE = "answer", "equal", "multiple"
+_QUESTIONS: Mapping[str, tuple[int, str, Callable[..., bool]]] = {
+    "size": (1, "{} <= {}", lambda bound, size: size <= bound),
+    "product": (2, "{} * {} <= {}", lambda bound, one, other: one * other <= bound),
+    "ratio": (2, "{} / {} <= {}", lambda bound, one, other: one <= bound * other),
+    MULTIPLE: (1, "{} is a multiple of {}", lambda divisor, size: size % divisor == 0),
+    EQUAL: (1, "{} is {}", lambda value, other: canonical_json(value) == canonical_json(other)),
+}
+"""The questions of a rule: the number of parts in question, the text, and the test, which takes the node's value first.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,39 +47,31 @@ class Part(Record):
 
     Attributes:
         path: its place in the key.
-        least: the smallest size; None for other values.
-        most: the largest size; None for other values.
+        least: the smallest size; 0 for a value that is not a size.
+        most: the largest size.
         known: the values, unless it is a size.
     """
 
     path: Path
-    least: _Size | None = None
-    most: _Size | None = None
+    least: _Size = 0
+    most: _Size = 0
     known: tuple[Any, ...] = ()
-
-    @property
-    def is_size(self) -> bool:
-        """Whether it is a size, which may lie anywhere within the bounds."""
-        return self.least is not None and self.most is not None
 
     @property
     def name(self) -> str:
         """The value as people write it, such as `x.shape[0]`."""
-        first, *rest = self.path or ("",)
+        first, *rest = [item for item in self.path or ("",) if item != "leaves"]
         named = [f"[{it}]" if isinstance(it, int) else it if it[:1] == "[" else f".{it}" for it in rest]
-        return printable("".join([str(first), *(it for it in named if it != ".leaves")]))
+        return printable("".join([str(first), *named]))
 
     def why_not(self, value: Any) -> str:
         """Returns why a rule does not answer for a value; empty if it does."""
-        if self.least is not None and self.most is not None:
-            if is_whole(value, 0) and self.least <= value <= self.most:
-                return ""
-            return f"{self.name} is {printable(repr(value)):.40}, and the rule is for {self.least} to {self.most}"
-        text = canonical_json(value)
-        if text in map(canonical_json, self.known):
+        known = {canonical_json(each) for each in self.known}
+        is_within = codec.is_whole(value, 1) and self.least <= value <= self.most
+        if is_within if self.least else canonical_json(value) in known:
             return ""
-        known = printable(" or ".join(map(canonical_json, self.known)))
-        return f"{self.name} is {printable(text):.80}, and the rule is for {known:.200}"
+        wanted = f"{self.least} to {self.most}" if self.least else " or ".join(sorted(known))
+        return printable(f"{self.name} is {canonical_json(value):.80}, and the rule is for {wanted:.200}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,44 +79,35 @@ class Node(Record):
     """A question about a call, or an answer.
 
     Attributes:
-        ask: `size`, `product` and `ratio` ask whether a size, or the product or the ratio of two, is at most `value`;
-            `multiple` whether a size is a multiple of it; `equal` whether a part equals it; `answer` asks nothing.
+        ask: the question: whether a size, or the product or the ratio of two, is at most `value`; whether a size is a
+            `multiple` of it; whether a part is `equal` to it. Or `answer`.
         of: the positions of the parts in question.
         value: the bound, divisor or value of the question.
-        yes: the position of the next node if the answer to the question is yes.
+        yes: the position of the next node if the question holds.
         no: the position of the next node otherwise.
         configs: the positions of the configs of an answer, the best first.
     """
 
-    ask: Literal["size", "product", "ratio", "multiple", "equal", "answer"]
+    ask: Annotated[str, codec.one_of(*_QUESTIONS, _ANSWER)] = _ANSWER
     of: tuple[_Place, ...] = ()
     value: Any = None
     yes: _Place = 0
     no: _Place = 0
     configs: tuple[_Place, ...] = ()
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether it asks nothing."""
+        return self.ask == _ANSWER
+
     def holds(self, values: Sequence[Any]) -> bool:
-        """Returns the answer to the question for the values of the parts."""
-        first, last = values[self.of[0]], values[self.of[-1]]
-        match self.ask:
-            case "size":
-                return bool(first <= self.value)
-            case "product":
-                return bool(first * last <= self.value)
-            case "ratio":
-                return bool(first <= self.value * last)
-            case "multiple":
-                return bool(first % self.value == 0)
-        return canonical_json(first) == canonical_json(self.value)
+        """Returns whether the question holds for the values of the parts."""
+        return _QUESTIONS[self.ask][2](self.value, *(values[place] for place in self.of))
 
     def text(self, parts: Sequence[Part]) -> str:
-        """Returns the condition as people write it."""
-        names = [parts[place].name for place in self.of]
+        """Returns the question as people write it."""
         value = printable(canonical_json(self.value))
-        if self.ask == "multiple":
-            return f"{names[0]} is a multiple of {value}"
-        sign = {"product": " * ", "ratio": " / "}.get(self.ask, "")
-        return f"{sign.join(names)} {'is' if self.ask == 'equal' else '<='} {value:.80}"
+        return _QUESTIONS[self.ask][1].format(*(parts[place].name for place in self.of), f"{value:.80}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,28 +155,25 @@ class Rule(Record):
         """
         bounds = ((self.parts, _MOST_PARTS), (self.configs, MOST_CONFIGS), (self.nodes, _MOST_NODES))
         if not all(0 < len(them) <= most for them, most in bounds) or len(self.calls) > _MOST_CALLS:
-            raise DamageError("it has no parts, configs or nodes, or too many")
+            raise codec.DamageError("it has no parts, configs or nodes, or too many")
         depths = [0] * len(self.nodes)
         for index, node in enumerate(self.nodes):
             if fault := self._fault(index, node) or ("it is too deep" if depths[index] > DEEPEST else ""):
-                raise DamageError(f"node {index}: {fault}")
-            for after in () if node.ask == "answer" else (node.yes, node.no):
+                raise codec.DamageError(f"node {index}: {fault}")
+            for after in () if node.is_answer else (node.yes, node.no):
                 depths[after] = max(depths[after], depths[index] + 1)
 
     def _fault(self, index: int, node: Node) -> str:
-        if node.ask == "answer":
-            is_right = node.configs and all(place < len(self.configs) for place in node.configs)
+        if node.is_answer:
+            is_right = node.configs and max(node.configs) < len(self.configs)
             return "" if is_right else "it answers no config of the rule"
         if not all(index < after < len(self.nodes) for after in (node.yes, node.no)):
             return "it refers to itself, to an earlier node, or to none"
-        if len(node.of) != (2 if node.ask in ("product", "ratio") else 1) or max(node.of) >= len(self.parts):
+        if len(node.of) != _QUESTIONS[node.ask][0] or max(node.of) >= len(self.parts):
             return "it asks about parts that do not exist"
-        if node.ask == "equal":
-            return ""
-        if not all(self.parts[place].is_size for place in node.of):
-            return "it asks for the size of something else"
-        is_right = is_whole(node.value, 1) if node.ask == "multiple" else is_number(node.value)
-        return "" if is_right and abs(node.value) < _LARGEST**2 else "its value is not a number"
+        is_number = codec.is_whole(node.value, 1) if node.ask == MULTIPLE else codec.is_number(node.value)
+        is_right = is_number and abs(node.value) < _LARGEST**2 and all(self.parts[place].least for place in node.of)
+        return "" if is_right or node.ask == EQUAL else "it asks for the size of something else"
 
     def why_not(self, leaves: Leaves) -> str:
         """Returns why the rule does not answer for a call; empty if it does."""
@@ -200,53 +181,41 @@ class Rule(Record):
             return "the rule is for calls with other arguments"
         return next(filter(None, (part.why_not(leaves[part.path]) for part in self.parts)), "")
 
-    def answers(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the positions of the configs for the values of the parts, the best first."""
-        node = self.nodes[0]
-        while node.ask != "answer":
+    def ranked(self, leaves: Leaves) -> list[codec.JsonObject]:
+        """Returns the configs for a call that the rule answers for, the best first."""
+        values, node = [leaves[part.path] for part in self.parts], self.nodes[0]
+        while not node.is_answer:
             node = self.nodes[node.yes if node.holds(values) else node.no]
-        return node.configs
-
-    def ranked(self, leaves: Leaves) -> list[JsonObject]:
-        """Returns the configs for a call, the best first; none if the rule does not answer for it."""
-        if self.why_not(leaves):
-            return []
-        return [self.configs[place] for place in self.answers([leaves[part.path] for part in self.parts])]
+        return [self.configs[place] for place in node.configs]
 
     @property
     def expected(self) -> str:
         """The expected loss in words."""
-        return (
-            f"expected loss {self.loss:.1%}, at worst {self.worst_loss:.1%} (leave-one-out over {len(self.calls)} "
-            f"calls)"
-        )
+        losses = f"expected loss {self.loss:.1%}, at worst {self.worst_loss:.1%}"
+        return f"{losses} (leave-one-out over {len(self.calls)} calls)"
 
     def lines(self) -> Iterator[str]:
         """Yields the rule as indented conditions."""
-        yield from self._lines(0, "")
-        yield self.expected
-        sizes = (f"{part.name} {part.least} to {part.most}" for part in self.parts if part.is_size)
-        yield f"answers for {', '.join(sizes) or 'the fitted calls only'}"
+        yield from self._lines(self.nodes[0], "")
+        sizes = (f"{part.name} {part.least} to {part.most}" for part in self.parts if part.least)
+        yield f"for {', '.join(sizes) or 'the fitted calls only'}; {self.expected}"
 
-    def _lines(self, place: int, indent: str) -> Iterator[str]:
-        node = self.nodes[place]
-        if node.ask == "answer":
+    def _lines(self, node: Node, indent: str) -> Iterator[str]:
+        if node.is_answer:
             yield f"{indent}{printable(format_config(self.configs[node.configs[0]]))}"
             return
-        yield f"{indent}if {node.text(self.parts)}:"
-        yield from self._lines(node.yes, f"{indent}  ")
-        yield f"{indent}else:"
-        yield from self._lines(node.no, f"{indent}  ")
+        for condition, after in ((f"if {node.text(self.parts)}:", node.yes), ("else:", node.no)):
+            yield f"{indent}{condition}"
+            yield from self._lines(self.nodes[after], f"{indent}  ")
 
 
 def leaves_in(key: str) -> Leaves:
     """Returns the values of the arguments in the key of a call."""
-    return dict(leaves_of(decode_json(key)["call"]))
+    return dict(codec.leaves_of(codec.decode_json(key)["call"]))
 
 
 def rule_key(key: str) -> str:
     """Returns the key of the rule for a call: that of calls with the same parameters, ranks, code and JAX settings."""
-    parts = decode_json(key)
-    code = parts.pop("code")
-    alike = [sorted(map(canonical_json, leaves_in(key))), {**parts, "call": None}]
-    return canonical_json({"code": code, FIELD: short_hash(canonical_json(alike))})
+    parts = codec.decode_json(key)
+    code, alike = parts.pop("code"), sorted(map(canonical_json, leaves_in(key)))
+    return canonical_json({"code": code, FIELD: codec.short_hash(canonical_json([alike, parts | {"call": None}]))})

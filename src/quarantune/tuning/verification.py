@@ -22,8 +22,8 @@ from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
 from quarantune.values.blocks import settings
-from quarantune.values.codec import JsonObject, as_json, decode_json, text_of
-from quarantune.values.configs import Config, as_given, format_config
+from quarantune.values.codec import JsonObject, decode_json, text_of
+from quarantune.values.configs import Config, as_given
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
@@ -94,50 +94,15 @@ class Verified:
         return {**self.key._asdict(), **fields, "verdict": self.verdict.value, **rates}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampledCall:
-    """A call that a rule answered, tuned now.
-
-    Attributes:
-        call: the call as text.
-        config: the rule's config.
-        best_config: the best config that was found; None if tuning failed.
-        loss: how much longer the rule's config takes, as a share, measured next to the best one; None if unknown.
-        expected_loss: the loss that the rule expects, as a share.
-        reason: why the loss is unknown; else empty.
-    """
-
-    call: str
-    config: Config
-    best_config: Config | None = None
-    loss: float | None = None
-    expected_loss: float
-    reason: str = ""
-
-    def __str__(self) -> str:
-        """Returns the losses on one line."""
-        expected = f"expected {self.expected_loss:.1%}"
-        if self.loss is None or self.best_config is None:
-            return f"{self.call}: {self.reason}; {expected}"
-        configs = f"{format_config(self.config)}, and the best is {format_config(self.best_config)}"
-        return f"{self.call}: true loss {self.loss:.1%}, {expected}: {configs}"
-
-    def to_dict(self) -> JsonObject:
-        """Returns the call as JSON-able data."""
-        return {field.name: as_json(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
     """The entries of a cache, measured again.
 
     Attributes:
         entries: one for each entry of the cache.
-        sampled: the calls of `sample`, tuned now.
     """
 
     entries: tuple[Verified, ...]
-    sampled: tuple[SampledCall, ...] = ()
 
     @property
     def stale(self) -> tuple[Verified, ...]:
@@ -152,8 +117,7 @@ class VerifyReport:
         """Returns the numbers, and a line for each entry that is not current."""
         counts = collections.Counter(entry.verdict for entry in self.entries)
         head = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "no entries"
-        stale = (f"  {entry}" for entry in self.entries if entry.verdict is not Verdict.CURRENT)
-        return "\n".join([head, *stale, *map(str, self.sampled)])
+        return "\n".join([head, *(f"  {entry}" for entry in self.entries if entry.verdict is not Verdict.CURRENT)])
 
 
 def verify(
