@@ -155,7 +155,8 @@ def test_a_rule_reads_as_indented_conditions() -> None:
         "      block=256",
         "    else:",
         "      block=64",
-        "for x.shape[0] 32 to 8192, x.shape[1] 16 to 512; expected loss 1.2%, at worst 5.0% (leave-one-out over 1 calls)",
+        "for x.shape[0] 32 to 8192, x.shape[1] 16 to 512; expected loss 1.2%, at worst 5.0% "
+        "(leave-one-out over 1 calls)",
     ]
 
 

@@ -45,10 +45,10 @@ def loss_of(rule: Rule, sizes: Any, table: Any) -> list[float]:
 )
 def test_a_tree_finds_the_question_that_decides(name: str, best: Any, asks: set[str]) -> None:
     rng = np.random.default_rng(5)
-    sizes = np.exp2(rng.uniform(5, 12, (80, 2))).astype(int)
+    sizes = np.exp2(rng.uniform(5, 12, (54, 2))).astype(int)
     if name == "multiple":
         sizes[::2] = np.maximum(sizes[::2] // 64, 1) * 64
-    train, test = sizes[:50], np.clip(sizes[50:], sizes[:50].min(0), sizes[:50].max(0))
+    train, test = sizes[:34], np.clip(sizes[34:], sizes[:34].min(0), sizes[:34].max(0))
     rule, _ = fit(rows_of(train), table_of(train, best), CONFIGS, 8, 0.03)
     assert {node.ask for node in rule.nodes} >= asks
     assert len(rule.configs) == 2
@@ -113,7 +113,7 @@ def test_if_the_configs_are_too_few_the_weighted_loss_is_small() -> None:
 
 def test_many_calls_and_configs_take_seconds_and_stay_within_the_depth() -> None:
     rng = np.random.default_rng(2)
-    sizes = np.exp2(rng.uniform(5, 12, (120, 2))).astype(int)
-    rule, _ = fit(rows_of(sizes), rng.exponential(0.2, (120, 60)), [{"n": at} for at in range(60)], 8, 0.03)
+    sizes = np.exp2(rng.uniform(5, 12, (66, 2))).astype(int)
+    rule, _ = fit(rows_of(sizes), rng.exponential(0.2, (66, 24)), [{"n": at} for at in range(24)], 8, 0.03)
     assert len(rule.configs) <= 8
     assert len(rule.nodes) < 2 ** (DEEPEST + 1)
