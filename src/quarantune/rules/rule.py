@@ -141,7 +141,7 @@ class Rule(Record):
     """
 
     parts: tuple[Part, ...]
-    configs: tuple[dict[str, Any], ...]
+    configs: tuple[codec.JsonObject, ...]
     nodes: tuple[Node, ...]
     calls: tuple[FittedCall, ...]
     loss: _Loss
