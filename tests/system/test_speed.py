@@ -254,11 +254,12 @@ def test_a_cached_call_imports_nothing_for_tuning(
     miss, hit = miss_and_hit
     assert "scheduler.loop" in miss.imported, "the first call tunes"
     ours = hit.imported
-    optional = {"cli", "doctor", "engine", "measure", "scheduler", "search", "worker"}
+    optional = {"cli", "doctor", "engine", "measure", "rules", "scheduler", "search", "worker"}
     assert {name for name in ours if name.partition(".")[0] in optional} == set()
     assert not {name for name in ours if name.startswith("tuning.")}
-    assert not ours & {f"answers.{name}" for name in ("assigned", "nearest", "ranks", "recording", "why_missed")}
-    assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "tune_many", "tuning_cache")}
+    rungs = ("assigned", "by_rule", "nearest", "ranks", "recording", "why_missed")
+    assert not ours & {f"answers.{name}" for name in rungs}
+    assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "fit", "tune_many", "tuning_cache")}
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
     assert len(ours) <= 40
     recording = {"answers.recording", "cache.journal"}

@@ -31,6 +31,8 @@ class Origin(enum.Enum):
     """A sweep, found in memory or in a file."""
     ESTIMATED = "estimated"
     """A compile check: the config was never run."""
+    RULE = "rule"
+    """A rule that was fitted on other calls."""
     NEAREST = "nearest"
     """The saved result of a call with other sizes."""
     ASSIGNED = "assigned"
@@ -106,8 +108,11 @@ class Situation:
         return self.may_tune and (self.start_over or self.settings.on_miss == "tune")
 
     @property
-    def keeps_nearest(self) -> bool:
-        """Whether the config of a near call lasts: a `settings` block ends, and its choice must not outlive it."""
+    def keeps_others(self) -> bool:
+        """Whether a config that was measured for other calls lasts.
+
+        A `settings` block ends, and its choice must not outlive it.
+        """
         return not (blocks.block_of("on_miss") or self.settings.record)
 
 

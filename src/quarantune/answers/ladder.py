@@ -48,7 +48,7 @@ class Ladder:
         answer = self.answer_of(call, now, rungs)
         if answer.origin is Origin.DEFAULTS and now.is_outside:
             if now.settings.on_miss != "tune":
-                self.allow_defaults(call, now, among=("default", "nearest"))
+                self.allow_defaults(call, now, among=("default", "nearest", "rule"))
             elif call.call.is_symbolic:
                 problems.report_once(
                     f"{call.id.name}: running with its defaults, because its shapes are symbolic and nothing is cached "
@@ -63,7 +63,7 @@ class Ladder:
             if now.may_tune and self._must_tune(call.id, now):  # no other thread has tuned it
                 now = dataclasses.replace(now, start_over=True)
             answer = first(rungs, call, now) or _DEFAULTS
-        if answer.origin is Origin.NEAREST and not now.keeps_nearest:
+        if answer.origin in (Origin.NEAREST, Origin.RULE) and not now.keeps_others:
             return dataclasses.replace(answer, lasts=False)
         return answer
 

@@ -168,12 +168,13 @@ class Layers:
         yield from _installed(tuple(sys.path))
 
     def entries(self, now: Situation) -> Iterator[tuple[Store, CacheRecord]]:
-        """Yields the entries of all layers, in their order, each with its layer."""
+        """Yields the results of all layers, in their order, each with its layer; no rules."""
         from quarantune.cache.entries import entries_of  # most calls do not need it
 
         for store in self.stores(now):
             for record in entries_of(self._function.name, store.read(self._function.name)):
-                yield store, record
+                if "rule" not in record.entry:
+                    yield store, record
 
     def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:
         """Returns the names of tunables from saved results, for a call whose configs a callable makes; else none."""

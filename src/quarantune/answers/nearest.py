@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, changed_versions
@@ -12,7 +10,7 @@ from quarantune.cache import problems
 from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
-from quarantune.values.codec import canonical_json, decode_json
+from quarantune.values.codec import canonical_json, decode_json, leaves_of
 from quarantune.values.configs import Config
 from quarantune.values.trial import Findings
 
@@ -82,12 +80,3 @@ def distance(found: str, wanted: str) -> tuple[float, bool] | None:
             return None
         factors.append(math.log2(other / size))
     return (round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
-
-
-def leaves_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields the leaves of a value, each with its path of names and indices."""
-    if isinstance(value, (Mapping, list, tuple)) and value:
-        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from leaves_of(item, (*path, name))
-    else:
-        yield path, value

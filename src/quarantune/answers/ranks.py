@@ -14,7 +14,7 @@ Each rank goes through these states, and every state ends when there is an answe
      │                   └────> LOOK       it failed, and is out
      ├─────> WAIT ──> LOOK                 another rank tunes
      └─────> OFFER the defaults            all ranks are out, or the deadline has passed
-                                           (with ON_MISS=nearest, a near config if all are out)
+                                           (with ON_MISS=nearest or rule, a near config if all are out)
 
 A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides; its
 caller supplies the store, tuning, waiting and the clock.
@@ -172,7 +172,8 @@ class Agreement:
         who = "it" if offer.rank == self.coordination.rank else f"rank {offer.rank}"
         told = f"{who} {_HOW[offer.source]}{'' if is_ours else self._besides()}"
         _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)
-        origin = Origin.NEAREST if offer.source is Source.NEAREST else Origin.SAVED
+        origins = {Source.NEAREST: Origin.NEAREST, Source.RULE: Origin.RULE}
+        origin = origins.get(offer.source, Origin.SAVED)
         known = self.agreed.setdefault(self._problem, Answer(origin, config, offer.to_json()))
         return self._own if is_ours and self._own is not None and self._own.result is not None else known
 
@@ -222,13 +223,14 @@ class Agreement:
 
 def _offer(answer: Answer, rank: int) -> Offer:
     found = answer.findings
-    sources = {Origin.MEASURED: Source.TUNED, Origin.NEAREST: Source.NEAREST}
+    sources = {Origin.MEASURED: Source.TUNED, Origin.NEAREST: Source.NEAREST, Origin.RULE: Source.RULE}
     return Offer(
         config=as_json(answer.config),
         rank=rank,
         source=sources.get(answer.origin, Source.CACHE),
         time_ms=None if math.isnan(found.time_ms) else found.time_ms,
         default_time_ms=found.default_time_ms,
+        expected_loss=found.expected_loss,
     )
 
 
@@ -239,6 +241,8 @@ class Source(enum.Enum):
     TUNED = "tuned"
     NEAREST = "nearest"
     """No rank had a config or could tune, and the offering rank has a config for other sizes."""
+    RULE = "rule"
+    """As `NEAREST`, and the config is from a rule."""
     NOBODY = "nobody"
     """No rank could tune, so the answer is the defaults."""
     LATE = "late"
@@ -249,6 +253,7 @@ _HOW = {
     Source.CACHE: "had it in its cache",
     Source.TUNED: "found it by tuning",
     Source.NEAREST: "had it in its cache for a call with other sizes",
+    Source.RULE: "has it from a rule",
 }
 
 
@@ -262,6 +267,7 @@ class Offer(Record):
         source: the origin of the offer.
         time_ms: its time; None if unknown.
         default_time_ms: the time of the function's own defaults; None if unknown.
+        expected_loss: the expected loss of a rule's config, as a share; None for others.
     """
 
     config: JsonObject | None
@@ -269,6 +275,7 @@ class Offer(Record):
     source: Source
     time_ms: float | None = None
     default_time_ms: float | None = None
+    expected_loss: float | None = None
 
 
 _Tune: TypeAlias = Callable[[], Offer | None]

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Tune: TypeAlias = "Callable[[BoundCall], TuningResult]"
 """Returns the result for a call, from the cache or by tuning now."""
+RECORDED, RULED = ".calls", ".ruled"
+"""Suffixes of the records of calls without a result, and of calls that rules have answered."""
 _numbers = itertools.count()
 
 
@@ -200,12 +202,15 @@ def _without_values(call: BoundCall) -> Arguments:
     )
 
 
-def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:
+def note(
+    call: KeyedCall, tune: Tune | None, record: Path | Callable[..., None] | None, *, suffix: str = RECORDED
+) -> None:
     """Notes a call as the setting `record` demands: in a directory, or in the list of a block of code."""
     if callable(record):
         record(call, tune)
     elif record is not None:
-        _writers.setdefault((os.getpid(), record), _Writer(record)).add(call)  # a fork has met nothing yet
+        # A fork has met nothing yet.
+        _writers.setdefault((os.getpid(), record, suffix), _Writer(record, suffix)).add(call)
 
 
 def call_of(call: KeyedCall) -> Any:
@@ -214,7 +219,7 @@ def call_of(call: KeyedCall) -> Any:
     return call.id, canonical_json(call.arguments) if has_bucket else ""
 
 
-def read(directory: Path) -> list[RecordedCall]:
+def read(directory: Path, suffix: str = RECORDED) -> list[RecordedCall]:
     """Returns the recorded calls in a directory, each once, the most frequent first.
 
     Anybody may have written to the directory. This skips lines that are not records, and reports them once.
@@ -224,7 +229,7 @@ def read(directory: Path) -> list[RecordedCall]:
     def complaint(damaged: int) -> str:
         return f"{damaged} lines below {str(directory)!r} are not records of calls and are ignored"
 
-    for call in journal.understood(journal.records_below(directory, ".calls"), RecordedCall.from_json, complaint):
+    for call in journal.understood(journal.records_below(directory, suffix), RecordedCall.from_json, complaint):
         before = found[call.identity].count if call.identity in found else 0
         found[call.identity] = dataclasses.replace(call, count=before + call.count)
     return sorted(found.values(), key=lambda call: -call.count)
@@ -233,8 +238,8 @@ def read(directory: Path) -> list[RecordedCall]:
 class _Writer:
     """Writes the calls of this process into a directory: each new call at once, and its count now and then."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, suffix: str) -> None:
+        self._directory, self._suffix = directory, suffix
         self._lock = new_lock()
         self._met: dict[Any, tuple[RecordedCall, int]] = {}
 
@@ -255,7 +260,7 @@ class _Writer:
                 record, written = self._met[about]
                 try:
                     if more := record.count - written:  # one file for all calls of a function
-                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=".calls")
+                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=self._suffix)
                         calls.append(dataclasses.replace(record, count=more).to_json())
                         self._met[about] = record, record.count
                 except CacheWriteError as error:
@@ -264,11 +269,11 @@ class _Writer:
                     problems.report_once(f"{fault}: {advice(cause)}, or set QUARANTUNE_RECORD to another directory")
 
 
-_writers: dict[tuple[int, Path], _Writer] = {}
+_writers: dict[tuple[int, Path, str], _Writer] = {}
 
 
 @atexit.register
 def _flush() -> None:
-    for (process, _), writer in list(_writers.items()):
+    for (process, *_), writer in list(_writers.items()):
         if process == os.getpid():
             writer.flush()

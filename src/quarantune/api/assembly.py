@@ -58,7 +58,7 @@ class Rungs:
             self.agreed,
             *self.known,
             self.memory.repeat_failure,
-            self._nearest,
+            self._from_others,
             self._tuned,
         ]
 
@@ -91,7 +91,7 @@ class Rungs:
         may_tune = now.tunes and self.memory.failure(call.id) is None
         return agreement.agree(
             own=own,
-            near=functools.partial(self._nearest, call, dataclasses.replace(now, start_over=False)),
+            near=functools.partial(self._from_others, call, dataclasses.replace(now, start_over=False)),
             tune=functools.partial(self._tuned, call, now) if may_tune else None,
         )
 
@@ -125,12 +125,17 @@ class Rungs:
             note(call, result, now.settings.record)
         return None
 
-    def _nearest(self, call: KeyedCall, now: Situation) -> Answer | None:
-        if now.settings.on_miss != "nearest" or now.start_over:
-            return None
-        from quarantune.answers.nearest import nearest
+    def _from_others(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns a config that was measured for other calls, if `ON_MISS` asks for one."""
+        if now.settings.on_miss == "nearest" and not now.start_over:
+            from quarantune.answers.nearest import nearest
 
-        return nearest(call, now, self.layers)
+            return nearest(call, now, self.layers)
+        if now.settings.on_miss == "rule" and not now.start_over:
+            from quarantune.answers.by_rule import answered
+
+            return answered(call, now, self.layers)
+        return None
 
     def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
         return self.tuning.tune(call, now) if now.tunes else None

@@ -41,6 +41,7 @@ from quarantune.values.options import OptionKeywords, Options, checked_options
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from quarantune.api.fit import FitReport
     from quarantune.results.result import TuningResult
     from quarantune.values.forgetting import Which
 
@@ -348,6 +349,51 @@ class Autotuned(TunedCallable[_P, _R]):
         try:
             with own_frames_hidden():
                 return tune_for(self._tuner, calls, weights, by)
+        finally:
+            self.forget()
+
+    def fit(
+        self,
+        calls: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        *,
+        max_configs: int = 8,
+        max_loss: float | str = "3%",
+        time_budget: float | None = None,
+    ) -> FitReport:
+        """Fits a rule on some calls, which answers for calls that nobody tuned, and saves it in the cache.
+
+        The rule is a small decision tree from the sizes and dtypes of a call to one of a few configs. It answers under
+        `ON_MISS=rule`, and searches begin with its answer. Each call is tuned as far as the rule needs it: calls with
+        results keep these, a large space is searched, and the configs that are good for some calls are measured for the
+        others. It replaces an earlier rule for calls of the same kind.
+
+        Args:
+            calls: for each call a tuple of positional arguments or a dict of keyword arguments, with arrays or
+                `jax.ShapeDtypeStruct`s; or calls from `recording`.
+            weights: how much each call counts. None takes the counts of recorded calls, and 1 for others.
+            max_configs: the most configs that the rule chooses between.
+            max_loss: how much longer than with its own best config any call may take, as `"3%"` or `0.03`. The rule
+                takes the fewest configs with which this holds for all calls. If these are too many, it takes those with
+                the least total loss.
+            time_budget: seconds after which nothing further is measured.
+
+        Returns:
+            The rules, with the loss to expect for other calls. There are several rules if the calls differ in ranks, in
+            parameters or in JAX's settings.
+
+        Raises:
+            TuningFailedError: No config works for any call.
+            TypeError: `calls` holds something that is not a call, or a call that sets a tunable.
+            ValueError: There are fewer than three calls of one kind, or an argument is not valid.
+        """
+        from quarantune.api.fit import fit  # calls do not need these
+        from quarantune.api.tune_for import given_arguments, given_weights
+
+        try:
+            with own_frames_hidden():
+                given, many = [given_arguments(call) for call in calls], given_weights(calls, weights)
+                return fit(self._tuner, given, many, max_configs, max_loss, time_budget)
         finally:
             self.forget()
 

@@ -48,8 +48,8 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
     if not tuner.function.options.is_by_time:
         raise ValueError(f"{tuner.function.name}: tune_for compares times: leave out objective, or use tune")
-    many = _weights(calls, weights)
-    bound = [tuner.bind(*_arguments(call)) for call in calls]
+    many = given_weights(calls, weights)
+    bound = [tuner.bind(*given_arguments(call)) for call in calls]
     now = Situation.of(bound[0])
     device = place_of(now.settings).device()
     described = [keyed_to_tune(call, device) for call in bound]
@@ -101,7 +101,12 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     return result
 
 
-def _arguments(call: Any) -> Arguments:
+def given_arguments(call: Any) -> Arguments:
+    """Returns the arguments of a call as the user gives it.
+
+    Raises:
+        TypeError: It is not a call.
+    """
     if isinstance(call, RecordedCall) and call.call is not None:
         return call.call
     if not isinstance(call, (tuple, list, Mapping)):
@@ -111,7 +116,12 @@ def _arguments(call: Any) -> Arguments:
     return ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
 
 
-def _weights(calls: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+def given_weights(calls: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+    """Returns how much each call counts; by default, how often it was recorded.
+
+    Raises:
+        ValueError: There are no calls, or no weight above 0 for each.
+    """
     if weights is None:
         weights = [call.count if isinstance(call, RecordedCall) else 1.0 for call in calls]
     if not calls or len(weights) != len(calls) or not all(0 < weight < math.inf for weight in weights):

@@ -90,7 +90,8 @@ class Tuner:
         from quarantune.tuning.outcome import call_result  # new results do not need it
 
         if answer.config is not None:
-            origin: FromCache = "nearest" if answer.origin is Origin.NEAREST else True
+            origins: dict[Origin, FromCache] = {Origin.NEAREST: "nearest", Origin.RULE: "rule"}
+            origin = origins.get(answer.origin, True)
             return call_result(described, answer.config, answer.findings, from_cache=origin)
         if (failure := self.rungs.memory.failure(described.id)) is not None:
             raise failure

@@ -275,7 +275,8 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def _config_of(entry: Entry) -> str:
-    return canonical_json(entry.get("config"))
+    """Returns the config of an entry, or its rule, as text."""
+    return canonical_json(entry.get("rule") or entry.get("config"))
 
 
 def _samples_of(entry: Entry) -> float:

@@ -29,7 +29,7 @@ LARGEST_READ_JOURNAL_BYTES = 1 << 30
 """Largest size of a journal's file that readers accept. Earlier versions wrote without a bound."""
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
-RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys", "sweep")
+RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys", "sweep", "ruled")
 """Suffixes of the files about one problem, other than its entry and the locks and claims of living jobs."""
 PROBLEM = "[0-9a-f]" * 12
 """Pattern of a `problem_hash`. The names of all files about a problem begin with it."""

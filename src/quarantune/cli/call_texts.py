@@ -68,11 +68,12 @@ def read(options: argparse.Namespace) -> list[GivenCall] | None:
     """
     statics = parse_statics(options.static)
     if getattr(options, "recorded", None) is not None:
-        if statics or options.estimate_for is not None:
+        if statics or getattr(options, "estimate_for", None) is not None:
             raise InputError("--recorded goes with neither --static nor --estimate-for: leave them out")
         return None
     if options.function is None:
-        raise InputError("the function is missing: write quarantune tune MODULE:FUNCTION, or --recorded DIR for all")
+        command = f"quarantune {options.command} MODULE:FUNCTION"
+        raise InputError(f"the function is missing: write {command}, or --recorded DIR for all")
     if options.inputs is not None:
         return None
     found = [parse_call(options.args)] if options.args is not None else read_calls(options.shapes)

@@ -70,13 +70,13 @@ def tune(options: argparse.Namespace, out: Output) -> int:
         # The environment may restrict programs to saved results; this command must tune all the same.
         override = blocks.settings(on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None})
     if options.estimate_for is not None:
-        _check_cache()
+        check_cache()
         usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}
         usual |= {"target": options.estimate_for, "estimate": True, "again": options.force}
         return check(argparse.Namespace(**vars(options) | usual), out, saves=True)
     records = []
     with override, contextlib.ExitStack() as engine:
-        _check_cache()
+        check_cache()
         if options.recorded is None:
             tuned = calls.load_tuned(options.function)
             with input_errors(TypeError, ValueError):
@@ -120,7 +120,7 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
             yield error, False
 
 
-def _check_cache() -> None:
+def check_cache() -> None:
     """Checks before any work starts that the cache can save results.
 
     Raises:
@@ -183,28 +183,37 @@ def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
 
 # --- recorded calls -------------------------------------------------------------------------------------------
 
-_TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not possible here"
+TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not possible here"
 
 
 def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     """Tunes recorded calls without a result yet, and names the calls that it could not tune."""
+    named, found = recorded_calls(options)
+    counts, records = Counter[str](), []
+    for call, status, (record, text) in _recorded_ends(found, options, named):
+        about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
+        records.append(about | record)
+        if status in (TUNED, _FAILED, _REFUSED):
+            out.line(printable_lines(f"{call}, met {counted(call.count, 'time')}: {text}"))
+        counts[status] += 1
+    ends = ", ".join(f"{number} {status}" for status, number in counts.items()) or "nothing to tune"
+    out.line(f"{counted(len(found), 'call')} recorded in {options.recorded!r}: {ends}")
+    out.json(records)
+    return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
+
+
+def recorded_calls(options: argparse.Namespace) -> tuple[Tuned | None, list[RecordedCall]]:
+    """Returns the function that the command names, if any, and its recorded calls, the most frequent first.
+
+    Raises:
+        InputError: The directory or the function does not exist.
+    """
     directory = Path(os.path.expanduser(options.recorded))
     if not directory.is_dir():
         raise InputError(f"--recorded {shown(options.recorded)} is not a directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
     name = None if named is None else named.function.name
-    found = [call for call in recorded.read(directory) if name in (None, call.name)]
-    counts, records = Counter[str](), []
-    for call, status, (record, text) in _recorded_ends(found, options, named):
-        about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
-        records.append(about | record)
-        if status in (_TUNED, _FAILED, _REFUSED):
-            out.line(printable_lines(f"{call}, met {counted(call.count, 'time')}: {text}"))
-        counts[status] += 1
-    ends = ", ".join(f"{number} {status}" for status, number in counts.items()) or "nothing to tune"
-    out.line(f"{counted(len(found), 'call')} recorded in {str(directory)!r}: {ends}")
-    out.json(records)
-    return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
+    return named, [call for call in recorded.read(directory) if name in (None, call.name)]
 
 
 _Made = tuple[Tuned, GivenCall]
@@ -219,18 +228,18 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
         here = discovery.platform_and_kind(None)[1]
     else:
         at_a_time, here = MOST, distributed.device(executor).device_kind
-    loaded = functools.cache(_loaded) if named is None else lambda *_: named
+    loaded = functools.cache(loaded_by_name) if named is None else lambda *_: named
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
     for _, alike in itertools.groupby(found, key=lambda call: canonical_json(call.jax_settings)):
         while batch := [*itertools.islice(alike, at_a_time)]:
             ready: list[tuple[RecordedCall, _Made]] = []
             with contextlib.ExitStack() as block:
-                with contextlib.suppress(Exception):  # if JAX refuses settings, `_made_again` sees another key
+                with contextlib.suppress(Exception):  # if JAX refuses settings, `made_again` sees another key
                     block.enter_context(described_settings(batch[0].jax_settings))
                 left_s = ends_s - time.monotonic()
                 for call in batch:
-                    status, made, reason = _made_again(call, here, loaded, force=options.force)
-                    if status == _TUNED and left_s <= 0:
+                    status, made, reason = made_again(call, here, loaded, force=options.force)
+                    if status == TUNED and left_s <= 0:
                         status, made = "left for the next run", None
                     if made is None:
                         yield call, status, _told_failure(TuningFailedError(reason or status, trials=(), key=""))
@@ -244,10 +253,10 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                 if executor is not None:
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
                         tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))
-                yield from (_ended(call, made, _TUNED) for call, made in ready)
+                yield from (_ended(call, made, TUNED) for call, made in ready)
 
 
-def _made_again(
+def made_again(
     call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, force: bool
 ) -> tuple[str, _Made | None, str]:
     """Returns the planned status of a call; its function and arguments without values, or None; and the reason."""
@@ -259,13 +268,13 @@ def _made_again(
         args, kwargs = described_arguments(dict(call.arguments), tuned.function)
         if not ahead.is_same(call, tuned, args, kwargs):
             return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it in the calling program"
-        status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
+        status = TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
     except Exception as error:  # also from the author's functions
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
     return status, (tuned, GivenCall(args, kwargs)), ""
 
 
-def _loaded(function: str, name: str) -> Tuned | str:
+def loaded_by_name(function: str, name: str) -> Tuned | str:
     """Imports a function, or its tuner in the same module; returns a message if that fails."""
     module = function.partition(":")[0]
     if "<locals>" in function or not module.replace(".", "_").isidentifier():  # a path, for one

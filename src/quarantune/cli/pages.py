@@ -13,14 +13,15 @@ from pathlib import Path
 from quarantune.cache import sweeps
 from quarantune.cache.entries import CacheKey
 from quarantune.cache.file_names import safe_name
+from quarantune.cache.store import Store
 from quarantune.cache.sweeps import Sweep, SweepState
 from quarantune.cli.output import DONE, InputError, Output, counted, input_errors
 from quarantune.cli.saved import another, opened
 from quarantune.host.shared_files import advice
 from quarantune.results import unfinished
-from quarantune.results.from_cache import cached_result, cached_results
+from quarantune.results.from_cache import cached_result, cached_results, page_rules
 from quarantune.results.report_data import ResultData
-from quarantune.values.codec import canonical_json
+from quarantune.values.codec import JsonObject, canonical_json
 from quarantune.values.texts import did_you_mean, printable, shown
 
 _REWRITE_S = 1.0
@@ -37,8 +38,9 @@ def report(options: argparse.Namespace, out: Output) -> int:
         return _report_running(options, out)
     parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
     results = [data for name, when in parts for data in _results(name, options.device, when)]
+    rules = [rule for name, when in parts for rule in _rules(name, options.device, when)]
     path = _page_of(options, results[0].result.name)
-    _write_page(path, results)
+    _write_page(path, results, rules)
     _say_written(options, out, path, results)
     return DONE
 
@@ -47,11 +49,13 @@ def _page_of(options: argparse.Namespace, name: str) -> Path:
     return Path(options.output or f"{safe_name(name)}.html").absolute()
 
 
-def _write_page(path: Path, results: Sequence[ResultData], *, reload_s: float | None = None) -> None:
+def _write_page(
+    path: Path, results: Sequence[ResultData], rules: Sequence[JsonObject] = (), *, reload_s: float | None = None
+) -> None:
     from quarantune.results import html_report
 
     try:
-        html_report.write(path, results, reload_s=reload_s)
+        html_report.write(path, results, rules, reload_s=reload_s)
     except OSError as error:
         remedy = f"{advice(error)}, or give another file with -o"
         raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): {remedy}") from error
@@ -137,10 +141,20 @@ def _none_runs(directory: Path, name: str) -> str:
     return f"{message}.{printable(near) or ' `quarantune cache list --running` shows the sweeps without a result.'}"
 
 
-def _results(name: str, device: str | None, when: str) -> list[ResultData]:
+def _place_of(name: str, when: str) -> tuple[Store, str]:
+    """Returns the cache with the results of a function, and the function's name there."""
     is_here = not when or safe_name(name) in opened().names()  # a function's name may contain a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
-    store = another(directory) if directory else opened()
+    return (another(directory) if directory else opened()), function
+
+
+def _rules(name: str, device: str | None, when: str) -> list[JsonObject]:
+    store, function = _place_of(name, when)
+    return page_rules(store.directory, function, device=device)
+
+
+def _results(name: str, device: str | None, when: str) -> list[ResultData]:
+    store, function = _place_of(name, when)
     others = [] if when else unfinished.without_result(store.directory, function, device=device)
     found: list[ResultData] = []
     with contextlib.suppress(ValueError) if others else input_errors(ValueError):

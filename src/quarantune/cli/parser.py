@@ -205,6 +205,24 @@ COMMANDS: Mapping[str, Command] = {
             "quarantune tune --recorded recorded --time-budget 3600",
         ),
     ),
+    "fit": Command(
+        "fit a rule on some calls, which answers for calls that nobody tuned",
+        (
+            (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
+            [*_CALLS[1], _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, weighted by their counts")],
+            _CALLS[2],
+            _value("--max-configs N", "choose between at most N configs (default: 8)", type=_COUNT, default=8),
+            _value("--max-loss PERCENT", "a call may take this much longer (default: 3)", type=_PERCENT, default=3.0),
+            _value("--time-budget S", "measure for at most S seconds in total", type=_SECONDS),
+            *_COMMON,
+        ),
+        "Tunes the calls as far as the rule needs it, and saves their results and the rule. Programs use the rule with "
+        "QUARANTUNE_ON_MISS=rule.",
+        (
+            "quarantune fit kernels:matmul --shapes shapes.txt --max-configs 4",
+            "quarantune fit --recorded recorded --time-budget 3600",
+        ),
+    ),
     "run": Command(
         "run one config alone in the sandbox, and show everything that it prints",
         (
@@ -263,12 +281,17 @@ COMMANDS: Mapping[str, Command] = {
                 type=_PERCENT,
             ),
             _flag("--retune", "tune calls again whose winner is stale or only estimated"),
+            _value("--sample N", "tune N calls that rules answered, and show the rules' true losses", type=_COUNT),
             *_COMMON,
         ),
         "Measures the winners of the named functions again, each against its function's own defaults. "
         "Measures a winner several times before it calls it stale. "
         "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again.",
-        ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
+        (
+            "quarantune cache verify",
+            "quarantune cache verify kernels:matmul --max-loss 10 --retune",
+            "quarantune cache verify kernels:matmul --sample 5",
+        ),
     ),
     "cache merge": Command(
         "copy the results of other caches into this one",
@@ -355,6 +378,7 @@ _MODULES = {
     **dict.fromkeys(("tune", "run", "check"), "functions"),
     **dict.fromkeys(("cache", "replay"), "saved"),
     "report": "pages",
+    "fit": "fitting",
     **dict.fromkeys(("targets", "doctor"), "capabilities"),
     "completion": "parser",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import math
 import os
 import re
 from collections import Counter
@@ -126,8 +127,8 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
     directory, tuned = opened().directory, []
-    if not options.functions and (options.max_loss or options.retune):
-        raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
+    if not options.functions and (options.max_loss or options.retune or options.sample):
+        raise InputError("--max-loss, --retune and --sample need functions: name them, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
         from quarantune.cli import calls
 
@@ -141,7 +142,13 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         out.line(f"every file in {str(directory)!r} is whole")
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
-    if tuned:
+    if options.sample:
+        from quarantune.cli import fitting
+
+        document["sampled"] = fitting.sample(tuned, options.sample, out, saves=options.retune)
+        most = options.max_loss or math.inf
+        is_right &= all(100 * (each["loss"] or 0.0) <= most for each in document["sampled"])
+    elif tuned:
         names = {safe_name(function.function.name) for function in tuned}
         report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
         verified = [entry for entry in report.entries if entry.key.kernel_type in names]
@@ -314,6 +321,8 @@ def _rows(rows: Sequence[Sequence[str]], out: Output) -> list[str]:
 
 def _row(entry: Entry) -> Sequence[str]:
     found = Findings.from_json(entry)
+    if "rule" in entry:
+        return "a rule", [*_rule_lines(entry)][-1], "", "", printable(str(entry.get("created", ""))[:10])
     return (
         call_text(entry.get("key_values")),
         _config(entry),
@@ -348,6 +357,10 @@ def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObje
 
 def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str]]:
     """Returns the title and the lines about one result."""
+    if "rule" in entry:
+        return f"{printable(key.kernel_type)}: a rule for {printable(key.device)}", (
+            f"  {it}" for it in _rule_lines(entry)
+        )
     rows = [("device", printable(key.device)), ("config", _config(entry))]
     if (found := Findings.from_json(entry)).time_ms > 0 or found.is_estimate:
         rows.append(("time", found.text()))
@@ -355,6 +368,16 @@ def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str
     rows.append(("key", printable(key.problem_size)))
     lines = columns(wrapped(rows, width - 2), indent="  ")
     return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines
+
+
+def _rule_lines(entry: Entry) -> Iterator[str]:
+    """Yields the rule of an entry as indented conditions, or why it cannot be read."""
+    from quarantune.rules.rule import FIELD, Rule  # few entries are rules
+
+    try:
+        yield from Rule.from_json(entry[FIELD]).lines()
+    except ValueError as error:
+        yield printable(f"it is damaged ({error}): fit it again")
 
 
 def _text(value: Any) -> str:

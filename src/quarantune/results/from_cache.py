@@ -13,7 +13,9 @@ from quarantune.cache.file_names import safe_name
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.cache.store import Store
 from quarantune.results.report_data import PlainResult, ResultData
-from quarantune.values.codec import canonical_json, frozen, text_of
+from quarantune.rules.rule import FIELD, Rule
+from quarantune.values.codec import JsonObject, canonical_json, frozen, text_of
+from quarantune.values.configs import format_config
 from quarantune.values.texts import shown
 from quarantune.values.trial import Findings, Outcome, Trial
 
@@ -35,9 +37,22 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     if contents is None:  # its file is empty, or the name is a pattern that matches others
         raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
     # Sorted by age: the newest entry of a call replaces earlier ones.
-    found = sorted(entries.entries_of(name, contents), key=lambda it: str(it.entry.get("created", "")))
+    results = (record for record in entries.entries_of(name, contents) if FIELD not in record.entry)
+    found = sorted(results, key=lambda it: str(it.entry.get("created", "")))
     newest = {(it.key.device, canonical_json(it.entry.get("key_values") or it.key.problem_size)): it for it in found}
     return [result_of(directory, *record) for record in newest.values()]
+
+
+def page_rules(directory: Path, name: str, *, device: str | None = None) -> list[JsonObject]:
+    """Returns the rules of a function that can be read, in the form for the report's page; the newest first."""
+    found = list[tuple[str, JsonObject]]()
+    for key, entry in entries.entries_of(name, Store(directory, read_only=True).read(name)):
+        with contextlib.suppress(ValueError):
+            if FIELD in entry and device in (None, key.device):
+                rule, created = Rule.from_json(entry[FIELD]), str(entry.get("created", ""))
+                shown = {"names": [it.name for it in rule.parts], "labels": [*map(format_config, rule.configs)]}
+                found.append((created, rule.to_json() | shown | {"lines": [*rule.lines()], "device": key.device}))
+    return [rule for _, rule in sorted(found, key=lambda it: it[0], reverse=True)]
 
 
 def cached_result(directory: Path, key: CacheKey) -> ResultData | None:

@@ -28,7 +28,7 @@ from quarantune.values.trial import NO_FIGURES, TIME, Findings, Outcome, Trial, 
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "scatter", "progress"),
-    *("map", "effects", "bits", "parallel", "table", "shapes", "main", "live"),
+    *("map", "effects", "bits", "parallel", "table", "shapes", "rules", "main", "live"),
 ]
 """The parts of the page's program, each after the parts that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
@@ -36,7 +36,7 @@ _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> str:
+def render(results: Sequence[ResultData], rules: Sequence[JsonObject] = (), *, reload_s: float | None = None) -> str:
     """Returns the report on some problems of one function as one self-contained HTML page.
 
     The page needs no network, and its content policy forbids it. Texts of configs, messages and logs reach it as JSON,
@@ -44,6 +44,7 @@ def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> s
 
     Args:
         results: at least one problem.
+        rules: the rules of the function in the form for the page; see `from_cache.page_rules`.
         reload_s: seconds after which the page loads itself again, because the file is written again; None for a page
             that stays as it is.
 
@@ -53,7 +54,8 @@ def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> s
     if not results:
         raise ValueError("there is no result to report on: give at least one")
     written_s = time.time()
-    data = page_data(results) | ({} if reload_s is None else {"reloadS": reload_s, "writtenS": written_s})
+    reload = {} if reload_s is None else {"reloadS": reload_s, "writtenS": written_s}
+    data = page_data(results) | {"rules": rules} | reload
     state = state_of(results)
     parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'(() => {{\n"use strict";\n{parts}}})();\n'
@@ -72,14 +74,20 @@ def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> s
     return _SLOT.sub(lambda match: slots[match[1]], _read("page.html"))
 
 
-def write(path: str | os.PathLike[str], results: Sequence[ResultData], *, reload_s: float | None = None) -> None:
-    """Writes the report on some problems of one function into a file, for `reload_s` see `render`.
+def write(
+    path: str | os.PathLike[str],
+    results: Sequence[ResultData],
+    rules: Sequence[JsonObject] = (),
+    *,
+    reload_s: float | None = None,
+) -> None:
+    """Writes the report on some problems of one function into a file; see `render`.
 
     Raises:
         ValueError: `results` is empty.
         OSError: the file cannot be written; an earlier one is unchanged.
     """
-    saved_files.write(path, render(results, reload_s=reload_s).encode())
+    saved_files.write(path, render(results, rules, reload_s=reload_s).encode())
 
 
 def state_of(results: Sequence[ResultData]) -> str:

@@ -25,9 +25,9 @@ from quarantune.values.trial import (
     ratio_text,
 )
 
-_SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
+_SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", "expected_loss", *SCORES)
 """The fields of `Findings` that a result has under the same name."""
-FromCache: TypeAlias = bool | Literal["nearest", "default"]
+FromCache: TypeAlias = bool | Literal["nearest", "rule", "default"]
 _Config: TypeAlias = Annotated[Config, frozen]
 
 
@@ -93,6 +93,7 @@ class PlainResult(Record):
     energy_mj: Millijoules | None = None
     calls: tuple[CallShare, ...] = ()
     by: str = ""
+    expected_loss: Score | None = dataclasses.field(default=None, metadata=IN_MEMORY)
     default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)
     has_winner: bool = dataclasses.field(default=True, metadata=IN_MEMORY)
 

@@ -96,7 +96,8 @@ class TuningResult(PlainResult):
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
         from_cache: whether the cache had it, so that nothing was measured. For a call that was never tuned, `"nearest"`
-            means the config of another call, `"default"` the function's own defaults (whose time is NaN).
+            means the config of another call, `"rule"` the config of a rule, and `"default"` the function's own
+            defaults (whose time is NaN).
         created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`.
         commit: the commit of the repository with the function's file; empty without a repository.
         versions: the versions of JAX and other packages at that time.
@@ -108,6 +109,7 @@ class TuningResult(PlainResult):
         executable: the executable that a worker compiled for `call`, for `save`; None without one.
         call: the call that was tuned, without its arrays.
         structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a loaded result.
+        expected_loss: how much longer than the best config the config of a rule takes, as a share; None for others.
     """
 
     fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
@@ -281,6 +283,7 @@ class TuningResult(PlainResult):
             return dataclasses.replace(found, result=self._as_shown(found.result))
         note = {
             True: "The result is from the cache, which holds no trials.",
+            "rule": "The config is from a rule; the call was never tuned.",
             "nearest": "The config of a near call stands in for this one, which was never tuned.",
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
@@ -417,6 +420,8 @@ def _sweep(result: TuningResult) -> str:
         parts.append(f"tuned {result.created}{result.commit and f' at commit {result.commit}'}")
     if result.from_cache == "nearest":
         parts.append("the config of the nearest call in the cache")
+    elif result.from_cache == "rule":
+        parts.append("the config of a rule, never tuned")
     elif result.from_cache == "default":
         parts.append("not tuned: the function's own defaults")
     elif result.from_cache:

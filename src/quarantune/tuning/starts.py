@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quarantune.answers.answer import Situation
+from quarantune.answers.by_rule import by_rule
 from quarantune.answers.layers import Layers, dict_or_empty
-from quarantune.answers.nearest import kept, leaves_of
+from quarantune.answers.nearest import kept
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import Store
 from quarantune.calls.key import KeyedCall
-from quarantune.values.codec import decode_json, is_number, text_of
+from quarantune.values.codec import decode_json, is_number, leaves_of, text_of
 from quarantune.values.configs import Config, distinct
 from quarantune.values.trial import Outcome
 
@@ -31,7 +32,7 @@ def starts(call: KeyedCall, known: Layers, now: Situation) -> list[Config]:
     """Returns configs to try first.
 
     They begin with winners for this call with other code or configs, because an edited function's own earlier winners
-    are the best starts. Winners of other problems follow, the most similar problem first.
+    are the best starts. The answer of a rule and winners of other problems follow, the most similar problem first.
 
     Args:
         call: the call.
@@ -46,8 +47,13 @@ def starts(call: KeyedCall, known: Layers, now: Situation) -> list[Config]:
         if key.device == device and key.problem_size != wanted:
             entries.setdefault(key.problem_size, entry)
     ours = call.readable
+    ruled = by_rule(call, now, known)
     nearest = sorted(entries, key=lambda key: (difference(ours, dict_or_empty(entries[key].get("key_values"))), key))
-    won = [*earlier_winners(call, everything), *(entries[key].get("config") for key in nearest)]
+    won = [
+        *earlier_winners(call, everything),
+        *([] if isinstance(ruled, str) else [ruled.config]),
+        *(entries[key].get("config") for key in nearest),
+    ]
     found = distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
     for problem in nearest[:1]:
         journal = Journal(now.settings.cache_dir, name, device, problem)

@@ -22,7 +22,7 @@ from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
 from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.blocks import settings
-from quarantune.values.codec import JsonObject, decode_json
+from quarantune.values.codec import JsonObject, decode_json, text_of
 from quarantune.values.configs import Config
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.options import BITWISE, ROUNDING
@@ -132,7 +132,7 @@ def verify(
     # A demand of the operator for other numerics gives an entry of its own.
     found = []
     given = dict.fromkeys(each.under(numerics) for each in functions for numerics in (None, ROUNDING, BITWISE))
-    for record in records:
+    for record in (record for record in records if "rule" not in record.entry):
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
@@ -225,20 +225,30 @@ def _measured(
 def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult | Trial:
     """Returns the result of a sweep over a winner and the defaults, or the trial of a winner that failed."""
     try:
-        result = _swept(call, configs, tune)
+        result = swept(call, configs, tune)
     except TuningFailedError as error:
         return error.trials[0]
     winner = result.trials[0]
     return result if winner.outcome in (Outcome.OK, Outcome.SLOW) else winner
 
 
-def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
-    """Runs a sweep over a few configs that reads and saves nothing."""
+def swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
+    """Returns the result of a sweep over a few configs that reads and saves nothing."""
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
     options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
     with settings(disable_cache=True, agree="0", progress=False, numerics=options.numerics, **limits):
         return tune(BoundCall(function.with_options(options, configs), call.args, call.kwargs))
+
+
+def times_of(result: TuningResult) -> dict[str, float]:
+    """Returns the time of each config of a sweep that ran, by its text, in milliseconds; infinite for a failure.
+
+    Finals are careful measurements. For other trials it takes the merit: disturbed runs spoil their times.
+    """
+    final = {text_of(trial.config): trial.time_ms for trial in result.finalists}
+    ended = {text_of(trial.config): trial.merit for trial in result.trials if trial.outcome is not Outcome.NOT_RUN}
+    return {text: final.get(text) or merit or math.inf for text, merit in ended.items()}
 
 
 def _code_of(key: CacheKey) -> Any:

@@ -19,7 +19,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self, TypeAlias, TypeGuard, TypeVar
 
 from quarantune.host.process import without_collections
@@ -549,6 +549,15 @@ def digest(data: bytes) -> str:
 
 
 # --- JSON in files ---
+
+
+def leaves_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields the leaves of a value, each with its path of names and indices."""
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves_of(item, (*path, name))
+    else:
+        yield path, value
 
 
 def canonical_json(value: Any) -> str:

@@ -145,7 +145,7 @@ class Settings:
         cache_path: directories to read after `cache_dir`, in order; they are never written.
         disable_cache: whether the cache on disk is neither read nor written.
         always_tune: whether to tune cached calls also, once per process and key.
-        on_miss: `tune`, `default`, `nearest` or `error`.
+        on_miss: `tune`, `default`, `nearest`, `rule` or `error`.
         version_check: whether an entry that was made under other versions is a miss.
         cpu_utilization: the share of the available cores that may compile.
         cpu_count: how many configs compile at a time; -1 follows `cpu_utilization`.
@@ -177,7 +177,7 @@ class Settings:
     cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}', and none a URL", ())
     disable_cache: bool = _setting(_flag, "0 or 1", False)
     always_tune: bool = _setting(_flag, "0 or 1", False)
-    on_miss: str = _setting(*_choice("tune", "default", "nearest", "error"), "tune")
+    on_miss: str = _setting(*_choice("tune", "default", "nearest", "rule", "error"), "tune")
     version_check: bool = _setting(_flag, "0 or 1", False)
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
     cpu_count: int = _setting(_number(int, least=-1), "a whole number of workers, or -1 to choose one", -1)

@@ -492,6 +492,7 @@ class Findings(Record):
         default_score: the value of the objective for the defaults.
         energy_mj: the energy of one call with the winner, in millijoules.
         bits: how the bits of the winner's output compare with those of the defaults' output; None if unknown.
+        expected_loss: how much longer than the best config a rule's config takes, as a share; None for other configs.
     """
 
     IS_LENIENT = True
@@ -508,6 +509,7 @@ class Findings(Record):
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
     bits: Bits | None = None
+    expected_loss: Score | None = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
@@ -540,7 +542,8 @@ class Findings(Record):
     def text(self) -> str:
         """Returns the times as text, such as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`."""
         if not self.time_ms > 0:
-            return "estimated, never measured" if self.is_estimate else "time not known"
+            told = "time not known" if self.expected_loss is None else f"expected loss {self.expected_loss:.1%}"
+            return "estimated, never measured" if self.is_estimate else told
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
             best, against, more = *map(self.amount, (self.score, self.default_score or 0.0)), f"; {best}"

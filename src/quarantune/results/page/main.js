@@ -5,6 +5,7 @@ const problems = () => data.problems.map((_, i) => problemAt(i));
 const several = data.problems.length > 1;
 
 function drawCharts() {
+  drawRules();
   drawWinner();
   if (!problem.trials.length) return;
   drawFinals();
@@ -66,6 +67,7 @@ $("theme").addEventListener("click", () => { setTheme(document.documentElement.d
 
 $("title").textContent = data.title;
 $("about").textContent = `${plural(data.problems.reduce((sum, p) => sum + p.trials.n, 0), "trial")} of ${plural(data.problems.length, "problem")}. This page needs no network.`;
+drawRules();
 $("problem-label").hidden = !several;
 $("problem").append(...data.problems.map((p, i) => el("option", { value: i, text: p.label })));
 $("problem").addEventListener("change", (event) => show(Number(event.target.value)));

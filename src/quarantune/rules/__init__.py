@@ -1,0 +1,1 @@
+"""Rules: decision trees from the sizes and dtypes of a call to a config."""
