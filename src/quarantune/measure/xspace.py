@@ -1,0 +1,310 @@
+"""Reads profiles of JAX's profiler: files of the protobuf message `XSpace`, as plain data.
+
+`jax.profiler.ProfileData` reads them too, but hides what is needed here. It rounds times to nanoseconds, drops the
+statistics of kinds of events (on a TPU the scope and category of an operation) and programs, and takes an empty file
+for a profile. A profile may come from anywhere: everything is checked, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from quarantune.host.locks import lazy
+
+Value: TypeAlias = int | float | str | bytes
+Fields: TypeAlias = Iterator[tuple[int, int | memoryview]]
+
+MOST_BYTES = 1 << 30
+"""Largest profile that is read. A minute of a training step makes some 100 MB."""
+_MOST_EVENTS = 20_000_000
+_LONGEST_PS = 10**18
+"""Longest event: eleven days. A longer one is damage."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class ProfileError(ValueError):
+    """A file is not a whole profile, or lacks what was looked for; the message names the reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """A stretch of time on a line.
+
+    Attributes:
+        name: the kind of the event: a kernel, an operation, a program.
+        start_ps: its start in picoseconds, from the same zero for all lines of a profile.
+        duration_ps: its length.
+        stats: its figures by name, with the figures of its kind.
+    """
+
+    name: str
+    start_ps: int
+    duration_ps: int
+    stats: Mapping[str, Value]
+
+    @property
+    def end_ps(self) -> int:
+        """Its end in picoseconds."""
+        return self.start_ps + self.duration_ps
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What events of one kind share: their name and figures."""
+
+    name: str = ""
+    stats: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+
+
+class Plane:
+    """A device, or a part of the host.
+
+    Attributes:
+        name: its name, such as `/device:TPU:0` or `/host:CPU`.
+        kinds: the kinds of its events by number.
+    """
+
+    def __init__(self, message: memoryview) -> None:
+        """Reads everything but the events.
+
+        Raises:
+            ProfileError: The message is damaged.
+        """
+        self.name, self._lines, kinds, named = "", list[memoryview](), list[memoryview](), dict[int, str]()
+        for number, value in fields(message):
+            if number == 2:
+                self.name = text(value)
+            elif number == 3:
+                self._lines.append(inner(value))
+            elif number == 4:
+                kinds.append(inner(value))
+            elif number == 5:
+                key, entry = _map_entry(value)
+                named[key] = next((text(name) for field, name in fields(entry) if field == 2), "")
+        self._named = named
+        self.kinds = dict(map(self._kind, kinds))
+
+    def _kind(self, entry: memoryview) -> tuple[int, Kind]:
+        key, message = _map_entry(entry)
+        found = [*fields(message)]
+        name = next((text(value) for number, value in found if number == 2), "")
+        return key, Kind(name, dict(self._stat(value) for number, value in found if number == 5))
+
+    def _stat(self, message: int | memoryview) -> tuple[str, Value]:
+        name, value = "", None
+        for number, field in fields(inner(message)):
+            if number == 1:
+                name = self._named.get(whole(field), "")
+            elif number == 2:
+                value = struct.unpack("<d", inner(field))[0]
+            elif number == 3:
+                value = whole(field)
+            elif number == 4:
+                value = signed(field)
+            elif number == 5:
+                value = text(field)
+            elif number == 6:
+                value = bytes(inner(field))
+            elif number == 7:
+                value = self._named.get(whole(field), "")
+        return name, 0 if value is None else value
+
+    @lazy
+    def lines(self) -> list[tuple[str, list[Event]]]:
+        """Its lines with their events in the order of the file; read on first use.
+
+        Raises:
+            ProfileError: A line is damaged.
+        """
+        return [self._line(message) for message in self._lines]
+
+    def _line(self, message: memoryview) -> tuple[str, list[Event]]:
+        name, start_ns, messages = "", 0, []
+        for number, value in fields(message):
+            if number == 2:
+                name = text(value)
+            elif number == 3:
+                start_ns = signed(value)
+            elif number == 4:
+                messages.append(inner(value))
+        if len(messages) > _MOST_EVENTS:
+            raise ProfileError(f"the line {name!r} has more than {_MOST_EVENTS:,} events: profile fewer steps")
+        return name, [self._event(message, 1000 * start_ns, name) for message in messages]
+
+    def _event(self, message: memoryview, zero_ps: int, line: str) -> Event:
+        kind, offset_ps, duration_ps, stats = Kind(), 0, 0, dict[str, Value]()
+        for number, value in fields(message):
+            if number == 1:
+                found = self.kinds.get(signed(value))
+                if found is None:
+                    raise ProfileError(f"an event of the line {line!r} has an unknown kind: the file is damaged")
+                kind = found
+            elif number == 2:
+                offset_ps = signed(value)
+            elif number == 3:
+                duration_ps = signed(value)
+            elif number == 4:
+                stat_name, figure = self._stat(value)
+                stats[stat_name] = figure
+            elif number == 5:
+                raise ProfileError(f"the line {line!r} holds sums of events, and no single ones")
+        if not (0 <= duration_ps <= _LONGEST_PS and abs(offset_ps) <= 10 * _LONGEST_PS):
+            raise ProfileError(f"an event of the line {line!r} takes {duration_ps} ps: the file is damaged")
+        return Event(kind.name, zero_ps + offset_ps, duration_ps, {**kind.stats, **stats})
+
+
+def read_file(path: Path) -> list[Plane]:
+    """Reads a profile.
+
+    Args:
+        path: a file `*.xplane.pb`, or a directory that the profiler wrote to: its latest profile counts, with the
+            files of all hosts.
+
+    Raises:
+        ProfileError: There is no such file, or it is too large, cut, damaged, or not a profile.
+    """
+    try:
+        return [plane for file in _files(path) for plane in _planes_of(file)]
+    except OSError as error:
+        raise ProfileError(f"{os.fspath(path)!r} cannot be read ({error.strerror}): give another file") from error
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    latest = max((file.parent for file in path.rglob("*.xplane.pb")), key=lambda it: (it.name, str(it)), default=None)
+    if latest is None:
+        raise ProfileError(
+            f"there is no profile (*.xplane.pb) in {os.fspath(path)!r}: write one with jax.profiler.trace({str(path)!r})"
+        )
+    return sorted(latest.glob("*.xplane.pb"))
+
+
+def _planes_of(file: Path) -> list[Plane]:
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+        about = os.fstat(stream.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise ProfileError(f"{os.fspath(file)!r} is not a file")
+        if about.st_size > MOST_BYTES:
+            raise ProfileError(
+                f"{os.fspath(file)!r} has {about.st_size >> 20:,} MiB, and at most {MOST_BYTES >> 20:,} MiB are read: "
+                "profile fewer steps"
+            )
+        data = stream.read(MOST_BYTES + 1)
+    try:
+        return read(data)
+    except ProfileError as error:
+        raise ProfileError(f"{os.fspath(file)!r} is not a whole profile: {error}") from error
+
+
+def read(data: bytes) -> list[Plane]:
+    """Reads a serialised `XSpace`; events of a plane are read on first use of its lines.
+
+    Raises:
+        ProfileError: The data is cut, damaged, or not a profile.
+    """
+    planes, is_whole = [], False
+    for number, value in fields(memoryview(data)):
+        if number == 1:
+            planes.append(Plane(inner(value)))
+        # The profiler writes the host's name last. Without it, whole planes may be missing.
+        is_whole = is_whole or number == 4
+    if not planes:
+        raise ProfileError("it has no planes")
+    if not is_whole:
+        raise ProfileError("its end is missing")
+    return planes
+
+
+# --- the wire format of protobuf ---
+
+
+def fields(message: memoryview) -> Fields:
+    """Yields the numbers and values of a message's fields: whole numbers, and bytes for all other types.
+
+    Raises:
+        ProfileError: The message is not in the wire format of protobuf.
+    """
+    at, end = 0, len(message)
+    while at < end:
+        tag, at = _varint(message, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if wire == _BYTES:
+            size, at = _varint(message, at)
+        elif wire in (_FIXED64, _FIXED32):
+            size = 8 if wire == _FIXED64 else 4
+        else:
+            raise ProfileError(f"a field of type {wire}, which profiles do not have")
+        if size > end - at:
+            raise ProfileError("it ends within a field")
+        yield number, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(message):
+            raise ProfileError("it ends within a number")
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at
+        if shift > 63:
+            raise ProfileError("a number of more than 64 bits")
+
+
+def _map_entry(value: int | memoryview) -> tuple[int, memoryview]:
+    """Returns the key and the message of an entry of a map."""
+    key, message = 0, memoryview(b"")
+    for number, field in fields(inner(value)):
+        if number == 1:
+            key = signed(field)
+        elif number == 2:
+            message = inner(field)
+    return key, message
+
+
+def packed(message: memoryview) -> list[int]:
+    """Returns the numbers of a packed field."""
+    found, at = [], 0
+    while at < len(message):
+        number, at = _varint(message, at)
+        found.append(number)
+    return found
+
+
+def inner(value: int | memoryview) -> memoryview:
+    """Returns a field that must hold bytes."""
+    if isinstance(value, int):
+        raise ProfileError("a number in the place of a message")
+    return value
+
+
+def whole(value: int | memoryview) -> int:
+    """Returns a field that must hold a number."""
+    if not isinstance(value, int):
+        raise ProfileError("a message in the place of a number")
+    return value
+
+
+def signed(value: int | memoryview) -> int:
+    """Returns a field that must hold a number, which may be negative."""
+    number = whole(value)
+    return number - (1 << 64) if number >> 63 else number
+
+
+def text(value: int | memoryview) -> str:
+    """Returns a field that must hold text."""
+    return bytes(inner(value)).decode("utf-8", "replace")

@@ -1,0 +1,229 @@
+"""The device time of a job by tuned call, from a profile that the job wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from quarantune.functions.profile_scope import SCOPE
+from quarantune.host.locks import lazy
+from quarantune.measure.xspace import Event, Plane, ProfileError, Value, fields, inner, packed, signed, text, whole
+
+_CONTAINERS = frozenset({"while", "conditional", "call"})
+"""Operations whose time is that of the operations inside, which a profile shows too."""
+_NUMBER = re.compile(r"[.\d]+$")
+_PROGRAM = re.compile(r"\((\d+)\)$")
+
+
+class TunedWork(NamedTuple):
+    """A tuned call with a config, as profiles name it: the parts of its scope."""
+
+    name: str
+    call: str
+    config: str
+
+
+@dataclasses.dataclass
+class WorkTime:
+    """The device time of a tuned call in a profile.
+
+    Attributes:
+        forward_ps: picoseconds of the call itself.
+        backward_ps: picoseconds of its gradient.
+        runs: by operation of the call itself, how often it ran.
+    """
+
+    forward_ps: int = 0
+    backward_ps: int = 0
+    runs: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def time_ms(self) -> float:
+        """Milliseconds of the call and its gradient."""
+        return (self.forward_ps + self.backward_ps) / 1e9
+
+    @property
+    def calls(self) -> int:
+        """How often the call ran: as often as the rarest of its operations; 0 if only its gradient did."""
+        return min(self.runs.values(), default=0)
+
+    @property
+    def each_ms(self) -> float | None:
+        """Milliseconds of one call without its gradient; None if it did not run."""
+        return self.forward_ps / 1e9 / self.calls if self.calls else None
+
+
+@dataclasses.dataclass(frozen=True)
+class JobTime:
+    """The device time of a job, over all devices of its profile.
+
+    Attributes:
+        tuned: the time of each tuned call and config.
+        rest_ms: milliseconds of all other operations, by category of HLO.
+    """
+
+    tuned: Mapping[TunedWork, WorkTime]
+    rest_ms: Mapping[str, float]
+
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds of all operations."""
+        return sum(work.time_ms for work in self.tuned.values()) + sum(self.rest_ms.values())
+
+
+def job_time(planes: Sequence[Plane]) -> JobTime:
+    """Sums the device time of a profile by tuned call.
+
+    Args:
+        planes: the profile; see `xspace.read_file`.
+
+    Raises:
+        ProfileError: The profile is damaged, or has no operations of a device.
+    """
+    programs = _Programs(planes)
+    tuned: defaultdict[TunedWork, WorkTime] = defaultdict(WorkTime)
+    rest_ps: Counter[str] = Counter()
+    for events in _lines(planes):
+        for event, own_ps in _own_times(events):
+            operation = programs.operation(event)
+            if operation.category in _CONTAINERS:
+                continue
+            if (found := SCOPE.search(operation.name)) is None:
+                rest_ps[operation.category] += own_ps
+                continue
+            work = tuned[TunedWork(*found.groups())]
+            if "transpose(" in operation.name[: found.start()]:
+                work.backward_ps += own_ps
+            else:
+                work.forward_ps += own_ps
+                work.runs[operation.name] += 1
+    return JobTime(dict(tuned), {category: ps / 1e9 for category, ps in rest_ps.most_common()})
+
+
+def _lines(planes: Sequence[Plane]) -> list[list[Event]]:
+    """Returns the operations of each line of a device; on a CPU, of each thread."""
+    found: list[list[Event]] = []
+    for plane in planes:
+        is_tpu = plane.name.startswith("/device:TPU:")
+        if is_tpu or plane.name.startswith("/device:GPU:"):
+            wanted = [line for name, line in plane.lines if (name == "XLA Ops" if is_tpu else name.startswith("Stream"))]
+            if not wanted and any(line for _, line in plane.lines):
+                names = ", ".join(repr(name) for name, _ in plane.lines)
+                raise ProfileError(f"{plane.name!r} has no line of operations: its lines are {names}")
+            found += wanted
+    if not any(found):
+        host = [line for plane in planes if plane.name == "/host:CPU" for _, line in plane.lines]
+        found = [[event for event in line if "hlo_op" in event.stats] for line in host]
+    if not any(found):
+        names = ", ".join(repr(plane.name) for plane in planes)
+        raise ProfileError(f"the profile has no operations of a device (its parts are {names}): profile running steps")
+    return found
+
+
+def _own_times(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """Yields the events of a line, each with its time outside of the events within it."""
+    open_events: list[tuple[Event, list[int]]] = []  # with the time of the events directly within
+    for event in sorted(events, key=lambda it: (it.start_ps, -it.duration_ps)):
+        while open_events and open_events[-1][0].end_ps <= event.start_ps:
+            ended, within = open_events.pop()
+            yield ended, ended.duration_ps - sum(within)
+        if open_events:
+            holder, within = open_events[-1]
+            within.append(min(event.end_ps, holder.end_ps) - event.start_ps)
+        open_events.append((event, []))
+    yield from ((event, event.duration_ps - sum(within)) for event, within in reversed(open_events))
+
+
+class _Operation(NamedTuple):
+    """An operation of a program: the name that JAX gave it, with its scopes, and its category."""
+
+    name: str
+    category: str
+
+
+class _Programs:
+    """Finds the operations of events: from the figures of an event, else from the program that the profile holds."""
+
+    def __init__(self, planes: Sequence[Plane]) -> None:
+        kinds = [kind for plane in planes if plane.name == "/host:metadata" for kind in plane.kinds.values()]
+        self._protos: dict[str, bytes] = {}
+        self._named: defaultdict[str, list[str]] = defaultdict(list)
+        self._read: dict[str, Mapping[str, _Operation]] = {}
+        for kind in kinds:
+            proto = next((value for value in kind.stats.values() if isinstance(value, bytes)), None)
+            if proto is not None and (number := _PROGRAM.search(kind.name)):
+                self._protos[number[1]] = proto
+                self._named[kind.name[: number.start()]].append(number[1])
+
+    def operation(self, event: Event) -> _Operation:
+        """Returns the operation of an event."""
+        stats = event.stats
+        instruction = str(stats.get("hlo_op") or event.name.partition(" = ")[0].removeprefix("%"))
+        kind = _NUMBER.sub("", instruction)
+        known = self._of(stats).get(instruction, _Operation("", kind.split("_")[0] if "Mem" in kind else kind))
+        return _Operation(str(stats.get("tf_op") or known.name), str(stats.get("hlo_category") or known.category))
+
+    def _of(self, stats: Mapping[str, Value]) -> Mapping[str, _Operation]:
+        """Returns the operations of an event's program; empty if the profile lacks it, or has several of its name."""
+        number = str(stats.get("program_id", ""))
+        if number not in self._protos:
+            alike = self._named.get(_PROGRAM.sub("", str(stats.get("hlo_module", ""))), [])
+            number = alike[0] if len(alike) == 1 else ""
+        if number and number not in self._read:
+            self._read[number] = _Hlo(self._protos[number]).operations
+        return self._read.get(number, {})
+
+
+class _Hlo:
+    """A program: the protobuf message `HloProto`."""
+
+    def __init__(self, proto: bytes) -> None:
+        module = next((inner(value) for number, value in fields(memoryview(proto)) if number == 1), memoryview(b""))
+        self._computations = dict(_computation(value) for number, value in fields(module) if number == 3)
+
+    @lazy
+    def operations(self) -> Mapping[str, _Operation]:
+        """The operations by the names of their instructions."""
+        every = [it for computation in self._computations.values() for it in computation]
+        return {it.instruction: _Operation(self._name(it), it.opcode) for it in every}
+
+    def _name(self, it: _Instruction) -> str:
+        """Returns an instruction's name; a fusion without a name has the first scope within."""
+        if it.name or it.opcode != "fusion":
+            return it.name
+        within = [each.name for number in it.calls for each in self._computations.get(number, ())]
+        return next(filter(SCOPE.search, within), "")
+
+
+class _Instruction(NamedTuple):
+    instruction: str
+    opcode: str
+    name: str
+    calls: tuple[int, ...]
+
+
+def _computation(value: int | memoryview) -> tuple[int, list[_Instruction]]:
+    key, found = 0, []
+    for number, field in fields(inner(value)):
+        if number == 2:
+            found.append(_instruction(inner(field)))
+        elif number == 5:
+            key = signed(field)
+    return key, found
+
+
+def _instruction(message: memoryview) -> _Instruction:
+    instruction, opcode, name, calls = "", "", "", list[int]()
+    for number, value in fields(message):
+        if number == 1:
+            instruction = text(value)
+        elif number == 2:
+            opcode = text(value)
+        elif number == 7:
+            name = next((text(field) for key, field in fields(inner(value)) if key == 2), "")
+        elif number == 38:
+            calls += [whole(value)] if isinstance(value, int) else packed(value)
+    return _Instruction(instruction, opcode, name, tuple(calls))
