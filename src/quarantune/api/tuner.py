@@ -14,6 +14,7 @@ from quarantune.answers.ladder import Ladder, first
 from quarantune.answers.layers import open_store
 from quarantune.api.assembly import Rungs
 from quarantune.cache import problems
+from quarantune.cache.file_names import safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
 from quarantune.functions import profile_scope
@@ -169,8 +170,8 @@ class Tuner:
         if not jax_traces.is_tracing() or call.is_symbolic or not blocks.current().profile_scopes:
             return contextlib.nullcontext()
         described = keyed(call)
-        name, device, _ = described.id
-        about = profile_scope.call_id(name, device, described.values, described.jax_state)
+        name = safe_name(call.name)
+        about = profile_scope.call_id(name, described.id.device, described.readable)
         return jax.named_scope(profile_scope.scope_of(name, about, profile_scope.config_id(config)))
 
     def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quarantune.values.codec import as_json, canonical_json
-from quarantune.values.configs import Config, as_given
+from quarantune.values.configs import COMPILER_OPTIONS
 
 SCOPE = re.compile(r"quarantune/([\w.-]+)/([0-9a-f]{6})([0-9a-f]{4})(?![\w.-])")
 """Finds the name, the id of the call and the id of the config in the name of an operation."""
@@ -22,33 +22,29 @@ def scope_of(name: str, call: str, config: str) -> str:
     """Returns the scope of a call.
 
     Args:
-        name: the function's name in the cache.
+        name: the function's name as the cache's files have it.
         call: the call's id.
         config: the config's id.
     """
-    return f"quarantune/{scope_name(name)}/{call}{config}"
+    return f"quarantune/{name}/{call}{config}"
 
 
-def scope_name(name: str) -> str:
-    """Returns a function's name as scopes have it: a slash would end it."""
-    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
-
-
-def call_id(name: str, device: str, values: Mapping[str, Any], jax_state: Mapping[str, Any]) -> str:
+def call_id(name: str, device: str, values: Any) -> str:
     """Returns the id of a call, which does not depend on the function's code.
 
     Args:
-        name: the function's name in the cache.
+        name: the function's name as the cache's files have it.
         device: the kind of device.
-        values: the values of its key.
-        jax_state: JAX's settings in its key.
+        values: the readable values of its key, as an entry of the cache holds them.
     """
-    return _digest([name, device, values, jax_state], 6)
+    return _digest([name, device, values], 6)
 
 
-def config_id(config: Config | None) -> str:
-    """Returns the id of a config; None is the function's own defaults."""
-    return _digest(None if config is None else as_json(as_given(config)), 4)
+def config_id(config: Any) -> str:
+    """Returns the id of a config, also of one in its JSON form; None is the function's own defaults."""
+    if isinstance(config, Mapping):
+        config = {name: value for name, value in config.items() if value or name != COMPILER_OPTIONS}
+    return _digest(as_json(config), 4)
 
 
 def _digest(value: Any, digits: int) -> str:

@@ -7,6 +7,7 @@ it takes longer than most of them.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import tempfile
@@ -37,7 +38,7 @@ Trace = Callable[[Callable[[], int]], tuple[int, list[Plane]]]
 
 
 def copies_on_device(program: Any) -> bool:
-    """Returns whether a compiled program may copy on the device outside its kernels, which CUPTI's reader leaves out."""
+    """Returns whether a compiled program may copy on the device outside kernels, which CUPTI's reader leaves out."""
     try:
         return _COPY.search(program.as_text() or "") is not None
     except Exception:  # a program that was loaded may not show its text
@@ -178,7 +179,7 @@ def _busy_times_ms(events: Sequence[Event], runs: int, flushing: Sequence[str]) 
     each = [events[at * size : (at + 1) * size] for at in range(runs)]
     if left or size <= len(flushing) or any(_kinds(run) != _kinds(each[0]) for run in each):
         raise NoDeviceClockError(f"{len(events)} events of {runs} runs cannot be divided into equal runs")
-    if any(run[0].start_ps < max(event.end_ps for event in last) for last, run in zip(each, each[1:], strict=False)):
+    if any(run[0].start_ps < max(event.end_ps for event in last) for last, run in itertools.pairwise(each)):
         raise NoDeviceClockError("the events of successive runs overlap")
     if any([event.name for event in run[: len(flushing)]] != list(flushing) for run in each):
         raise NoDeviceClockError("a run does not begin with the flush of the cache")

@@ -181,7 +181,7 @@ def _files(path: Path) -> list[Path]:
     latest = max((file.parent for file in path.rglob("*.xplane.pb")), key=lambda it: (it.name, str(it)), default=None)
     if latest is None:
         raise ProfileError(
-            f"there is no profile (*.xplane.pb) in {os.fspath(path)!r}: write one with jax.profiler.trace({str(path)!r})"
+            f"there is no profile (*.xplane.pb) in {str(path)!r}: write one there with jax.profiler.trace"
         )
     return sorted(latest.glob("*.xplane.pb"))
 

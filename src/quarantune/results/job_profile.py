@@ -14,6 +14,7 @@ from quarantune.measure.xspace import Event, Plane, ProfileError, Value, fields,
 
 _CONTAINERS = frozenset({"while", "conditional", "call"})
 """Operations whose time is that of the operations inside, which a profile shows too."""
+_IN_LOOP = re.compile(r"/while/(?:body|cond)/")
 _NUMBER = re.compile(r"[.\d]+$")
 _PROGRAM = re.compile(r"\((\d+)\)$")
 
@@ -33,7 +34,7 @@ class WorkTime:
     Attributes:
         forward_ps: picoseconds of the call itself.
         backward_ps: picoseconds of its gradient.
-        runs: by operation of the call itself, how often it ran.
+        runs: by operation of the call itself, how often it ran; without operations in loops of the call.
     """
 
     forward_ps: int = 0
@@ -47,12 +48,12 @@ class WorkTime:
 
     @property
     def calls(self) -> int:
-        """How often the call ran: as often as the rarest of its operations; 0 if only its gradient did."""
+        """How often the call ran: as often as the rarest of its operations outside loops; 0 if there is none."""
         return min(self.runs.values(), default=0)
 
     @property
     def each_ms(self) -> float | None:
-        """Milliseconds of one call without its gradient; None if it did not run."""
+        """Milliseconds of one call without its gradient; None if the number of calls is unknown."""
         return self.forward_ps / 1e9 / self.calls if self.calls else None
 
 
@@ -88,19 +89,20 @@ def job_time(planes: Sequence[Plane]) -> JobTime:
     rest_ps: Counter[str] = Counter()
     for events in _lines(planes):
         for event, own_ps in _own_times(events):
-            operation = programs.operation(event)
-            if operation.category in _CONTAINERS:
-                continue
-            if (found := SCOPE.search(operation.name)) is None:
-                rest_ps[operation.category] += own_ps
+            name, category = programs.operation(event)
+            if category in _CONTAINERS:
+                own_ps = 0
+            if (found := SCOPE.search(name)) is None:
+                rest_ps[category] += own_ps
                 continue
             work = tuned[TunedWork(*found.groups())]
-            if "transpose(" in operation.name[: found.start()]:
+            if "transpose(" in name[: found.start()]:
                 work.backward_ps += own_ps
-            else:
-                work.forward_ps += own_ps
-                work.runs[operation.name] += 1
-    return JobTime(dict(tuned), {category: ps / 1e9 for category, ps in rest_ps.most_common()})
+                continue
+            work.forward_ps += own_ps
+            if not _IN_LOOP.search(name, found.end()):
+                work.runs[name] += 1
+    return JobTime(dict(tuned), {category: ps / 1e9 for category, ps in rest_ps.most_common() if ps})
 
 
 def _lines(planes: Sequence[Plane]) -> list[list[Event]]:
@@ -109,7 +111,8 @@ def _lines(planes: Sequence[Plane]) -> list[list[Event]]:
     for plane in planes:
         is_tpu = plane.name.startswith("/device:TPU:")
         if is_tpu or plane.name.startswith("/device:GPU:"):
-            wanted = [line for name, line in plane.lines if (name == "XLA Ops" if is_tpu else name.startswith("Stream"))]
+            start = "XLA Ops" if is_tpu else "Stream"
+            wanted = [line for name, line in plane.lines if name.startswith(start)]
             if not wanted and any(line for _, line in plane.lines):
                 names = ", ".join(repr(name) for name, _ in plane.lines)
                 raise ProfileError(f"{plane.name!r} has no line of operations: its lines are {names}")

@@ -276,9 +276,7 @@ class Bench:
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
-    def _own_clock(
-        self, program: Program, dispatch: Callable[[], object], *, is_flushed: bool
-    ) -> clocks.Clock | None:
+    def _own_clock(self, program: Program, dispatch: Callable[[], object], *, is_flushed: bool) -> clocks.Clock | None:
         """Returns the device's own clock for a program; None if nothing here reads it."""
 
         def by_cupti() -> clocks.Clock:
