@@ -61,16 +61,17 @@ class GivenCall:
 
 
 def read(options: argparse.Namespace) -> list[GivenCall] | None:
-    """Returns the calls of a command before the import of JAX; None if `--inputs` or `--recorded` gives them.
+    """Returns the calls of a command before the import of JAX; None if another option gives them.
 
     Raises:
         InputError: An option does not describe a call.
     """
     statics = parse_statics(options.static)
-    if getattr(options, "recorded", None) is not None:
-        if statics or options.estimate_for is not None:
-            raise InputError("--recorded goes with neither --static nor --estimate-for: leave them out")
-        return None
+    for name in ("recorded", "profile"):
+        if getattr(options, name, None) is not None:
+            if statics or options.estimate_for is not None:
+                raise InputError(f"--{name} goes with neither --static nor --estimate-for: leave them out")
+            return None
     if options.function is None:
         raise InputError("the function is missing: write quarantune tune MODULE:FUNCTION, or --recorded DIR for all")
     if options.inputs is not None:

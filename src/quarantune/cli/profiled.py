@@ -24,7 +24,7 @@ from quarantune.values.texts import call_text, columns, printable
 from quarantune.values.trial import Findings
 
 _DEFAULTS = config_id(None)
-_WINS, _LOSES = "wins", "loses in place"
+_WINS, _LOSES, _SAME = "wins", "loses in place", "is the defaults"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +218,12 @@ def verify(path: str, settings: Settings, out: Output) -> tuple[bool, list[JsonO
 def _verdict(row: Row, in_place: Mapping[tuple[str, str], float | None]) -> JsonObject:
     found, job_ms = row.findings, row.time.each_ms
     default_ms = in_place.get(row.work[:2]) or found.default_time_ms
-    known = job_ms is not None and default_ms is not None
-    verdict = "unknown" if not known else _LOSES if (job_ms or 0.0) > (default_ms or 0.0) else _WINS
+    if found.time_ms == found.default_time_ms:
+        verdict = _SAME
+    elif job_ms is None or default_ms is None:
+        verdict = "unknown"
+    else:
+        verdict = _LOSES if job_ms > default_ms else _WINS
     times = {"job_ms": job_ms, "sweep_ms": found.time_ms, "default_ms": default_ms}
     return {"function": row.work.name, "call": row.call, **times, "verdict": verdict}
 

@@ -102,7 +102,7 @@ class Plane:
             if number == 1:
                 name = self._named.get(whole(field), "")
             elif number == 2:
-                value = struct.unpack("<d", inner(field))[0]
+                value = _double(inner(field))
             elif number == 3:
                 value = whole(field)
             elif number == 4:
@@ -283,6 +283,12 @@ def packed(message: memoryview) -> list[int]:
         number, at = _varint(message, at)
         found.append(number)
     return found
+
+
+def _double(message: memoryview) -> float:
+    if len(message) != 8:
+        raise ProfileError("a number of another length than 64 bits")
+    return float(struct.unpack("<d", message)[0])
 
 
 def inner(value: int | memoryview) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -32,29 +33,30 @@ class WorkTime:
     """The device time of a tuned call in a profile.
 
     Attributes:
-        forward_ps: picoseconds of the call itself.
+        forward_ps: picoseconds of each run of each operation of the call itself, by the operation's name.
         backward_ps: picoseconds of its gradient.
-        runs: by operation of the call itself, how often it ran; without operations in loops of the call.
+        looped: the operations that may run several times in one call, because they are in its loops.
     """
 
-    forward_ps: int = 0
+    forward_ps: defaultdict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     backward_ps: int = 0
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)
+    looped: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def time_ms(self) -> float:
         """Milliseconds of the call and its gradient."""
-        return (self.forward_ps + self.backward_ps) / 1e9
+        return (sum(map(sum, self.forward_ps.values())) + self.backward_ps) / 1e9
 
     @property
     def calls(self) -> int:
         """How often the call ran: as often as the rarest of its operations outside loops; 0 if there is none."""
-        return min(self.runs.values(), default=0)
+        return min((len(runs) for name, runs in self.forward_ps.items() if name not in self.looped), default=0)
 
     @property
     def each_ms(self) -> float | None:
-        """Milliseconds of one call without its gradient; None if the number of calls is unknown."""
-        return self.forward_ps / 1e9 / self.calls if self.calls else None
+        """Milliseconds of one call without its gradient, by medians; None if the number of calls is unknown."""
+        typical_ps = sum(statistics.median(runs) * len(runs) for runs in self.forward_ps.values())
+        return typical_ps / 1e9 / self.calls if self.calls else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +101,10 @@ def job_time(planes: Sequence[Plane]) -> JobTime:
             if "transpose(" in name[: found.start()]:
                 work.backward_ps += own_ps
                 continue
-            work.forward_ps += own_ps
-            if not _IN_LOOP.search(name, found.end()):
-                work.runs[name] += 1
+            work.forward_ps[name].append(own_ps)
+            # XLA removes loops of a single trip, but the names still have them.
+            if _IN_LOOP.search(name, found.end()) and programs.may_loop(event, found[0]):
+                work.looped.add(name)
     return JobTime(dict(tuned), {category: ps / 1e9 for category, ps in rest_ps.most_common() if ps})
 
 
@@ -155,6 +158,7 @@ class _Programs:
         self._protos: dict[str, bytes] = {}
         self._named: defaultdict[str, list[str]] = defaultdict(list)
         self._read: dict[str, Mapping[str, _Operation]] = {}
+        self._loops: dict[tuple[str, str], bool] = {}
         for kind in kinds:
             proto = next((value for value in kind.stats.values() if isinstance(value, bytes)), None)
             if proto is not None and (number := _PROGRAM.search(kind.name)):
@@ -166,15 +170,26 @@ class _Programs:
         stats = event.stats
         instruction = str(stats.get("hlo_op") or event.name.partition(" = ")[0].removeprefix("%"))
         kind = _NUMBER.sub("", instruction)
-        known = self._of(stats).get(instruction, _Operation("", kind.split("_")[0] if "Mem" in kind else kind))
+        known = self._operations(self._number(stats)).get(instruction, _Operation("", kind))
         return _Operation(str(stats.get("tf_op") or known.name), str(stats.get("hlo_category") or known.category))
 
-    def _of(self, stats: Mapping[str, Value]) -> Mapping[str, _Operation]:
-        """Returns the operations of an event's program; empty if the profile lacks it, or has several of its name."""
-        number = str(stats.get("program_id", ""))
-        if number not in self._protos:
-            alike = self._named.get(_PROGRAM.sub("", str(stats.get("hlo_module", ""))), [])
-            number = alike[0] if len(alike) == 1 else ""
+    def may_loop(self, event: Event, scope: str) -> bool:
+        """Returns whether a scope has loops in the program of an event; True if the profile lacks the program."""
+        place = self._number(event.stats), scope
+        if place not in self._loops:
+            operations = self._operations(place[0]).values()
+            loops = (it for it in operations if it.category == "while" and scope in it.name)
+            self._loops[place] = not operations or any(loops)
+        return self._loops[place]
+
+    def _number(self, stats: Mapping[str, Value]) -> str:
+        """Returns the number of an event's program; empty if the profile lacks it, or has several of its name."""
+        if (number := str(stats.get("program_id", ""))) in self._protos:
+            return number
+        alike = self._named.get(_PROGRAM.sub("", str(stats.get("hlo_module", ""))), [])
+        return alike[0] if len(alike) == 1 else ""
+
+    def _operations(self, number: str) -> Mapping[str, _Operation]:
         if number and number not in self._read:
             self._read[number] = _Hlo(self._protos[number]).operations
         return self._read.get(number, {})
