@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune import device_table
@@ -63,6 +65,92 @@ def get_default_config(kernel_type: str) -> Config:
         The config; an empty one for any other kernel type, so that the kernel's own defaults apply.
     """
     return dict(_DEFAULTS.get(kernel_type, {}))
+
+
+_MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")
+"""Chips whose two cores JAX shows as one device; a kernel uses both if its parallel grid divides by two."""
+_LANES, _LARGEST_TILE, _SMALLEST_TILE = 128, 2048, 128
+TPU_VMEM_BYTES = 16 << 20
+"""The least of the limits that compilers for TPUs set for a kernel by default, on a v5e."""
+# By kernel: the names of its blocks and whether each is in the last dimension of an array; which of them are parallel
+# in the grid; and the bytes of its blocks, each twice because the next is copied meanwhile, with float32 accumulators.
+_TPU_KERNELS: Mapping[str, tuple[Mapping[str, bool], int, Callable[..., int]]] = {
+    "matmul": (
+        {"BLOCK_M": False, "BLOCK_N": True, "BLOCK_K": True},
+        2,
+        lambda size, m, n, k: 2 * size * (m * k + k * n + m * n) + 12 * m * n,
+    ),
+    "grouped_matmul": (
+        {"TILE_M": False, "TILE_N": True, "TILE_K": True},
+        2,
+        lambda size, m, n, k: 2 * size * (m * k + k * n + m * n) + 12 * m * n,
+    ),
+    "attention": (
+        {"BLOCK_Q": False, "BLOCK_KV": True},
+        1,
+        lambda size, q, kv, *, width=_LANES: 4 * size * width * (q + kv) + 4 * q * (3 * kv + width + 2 * _LANES),
+    ),
+    "elementwise": ({"BLOCK_M": False, "BLOCK_N": True}, 2, lambda size, m, n, *, width=2: 2 * size * width * m * n),
+}
+
+
+def tpu_configs(
+    kernel: str,
+    sizes: Sequence[int],
+    *,
+    itemsize: int = 2,
+    width: int | None = None,
+    device_kind: str,
+    vmem_bytes: int = TPU_VMEM_BYTES,
+) -> list[Config]:
+    """Returns a space for a Pallas kernel on a TPU: tiles that its layout, VMEM and cores suit.
+
+    Blocks are powers of two that divide the sizes, in multiples of the layout of the dtype: (8, 128) for 4 bytes,
+    (16, 128) for 2 and (32, 128) for 1. Double-buffered, they fit into the memory. On chips with two cores in one
+    device (v4, v5p) the parallel grid divides by two if it can.
+
+    Args:
+        kernel: `matmul` or `grouped_matmul` with sizes (M, N, K), `attention` with (queries, keys), or `elementwise`
+            with (rows, columns).
+        sizes: the sizes of the problem.
+        itemsize: the bytes of an element.
+        width: for `attention` the width of a head, by default 128; for `elementwise` the number of arrays that it
+            reads and writes, by default 2.
+        device_kind: JAX's name of the chip, such as `TPU v6 lite`, or `TPU v6e`.
+        vmem_bytes: the VMEM that the kernel may use; more than the default only with its own `vmem_limit_bytes`.
+
+    Returns:
+        The configs; none if no block divides the sizes.
+
+    Raises:
+        ValueError: There is no such kernel or chip, or the sizes do not fit the kernel.
+
+    Example:
+        >>> tpu_configs("elementwise", (256, 256), itemsize=4, device_kind="TPU v5e")[0]
+        {'BLOCK_M': 128, 'BLOCK_N': 128}
+    """
+    if kernel not in _TPU_KERNELS:
+        raise ValueError(f"there is no space for {kernel!r}: choose from {', '.join(_TPU_KERNELS)}")
+    blocks, parallel, needed = _TPU_KERNELS[kernel]
+    most = device_table.limits_of(device_kind).shared_memory_per_block_bytes
+    if not device_kind.startswith("TPU") or most is None:
+        raise ValueError(f"{device_kind!r} is not a known TPU: give a `device_kind`, such as 'TPU v6 lite'")
+    if len(sizes) != len(blocks) or min(sizes) < 1 or itemsize not in (1, 2, 4):
+        names = ", ".join(blocks)
+        raise ValueError(f"{kernel} has the blocks {names}, and elements of 1, 2 or 4 bytes: give {len(blocks)} sizes")
+    extra = {} if width is None or kernel not in ("attention", "elementwise") else {"width": width}
+    choices = [_tiles(size, _LANES if last else 32 // itemsize) for size, last in zip(sizes, blocks.values())]
+    fitting = [tiles for tiles in itertools.product(*choices) if needed(itemsize, *tiles, **extra) <= min(most, vmem_bytes)]
+    grids = {tiles: math.prod(size // tile for size, tile in zip(sizes[:parallel], tiles)) for tiles in fitting}
+    split = [tiles for tiles in fitting if device_kind not in _MEGACORE or grids[tiles] % 2 == 0]
+    return [dict(zip(blocks, tiles)) for tiles in split or fitting]
+
+
+def _tiles(size: int, unit: int) -> list[int]:
+    """Returns the powers of two that divide a size and are multiples of a unit; the small ones only if it is small."""
+    least = max(unit, min(_SMALLEST_TILE, size))
+    tiles = [1 << bit for bit in range(_LARGEST_TILE.bit_length())]
+    return [tile for tile in tiles if tile >= least and size % tile == 0 and tile % unit == 0]
 
 
 def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:
