@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,29 +70,27 @@ def get_default_config(kernel_type: str) -> Config:
 
 _MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")
 """Chips whose two cores JAX shows as one device; a kernel uses both if its parallel grid divides by two."""
-_LANES, _LARGEST_TILE, _SMALLEST_TILE = 128, 2048, 128
+_LANES, _SMALLEST_TILE = 128, 128
+_TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 TPU_VMEM_BYTES = 16 << 20
 """The least of the limits that compilers for TPUs set for a kernel by default, on a v5e."""
-# By kernel: the names of its blocks and whether each is in the last dimension of an array; which of them are parallel
-# in the grid; and the bytes of its blocks, each twice because the next is copied meanwhile, with float32 accumulators.
-_TPU_KERNELS: Mapping[str, tuple[Mapping[str, bool], int, Callable[..., int]]] = {
-    "matmul": (
-        {"BLOCK_M": False, "BLOCK_N": True, "BLOCK_K": True},
-        2,
-        lambda size, m, n, k: 2 * size * (m * k + k * n + m * n) + 12 * m * n,
-    ),
-    "grouped_matmul": (
-        {"TILE_M": False, "TILE_N": True, "TILE_K": True},
-        2,
-        lambda size, m, n, k: 2 * size * (m * k + k * n + m * n) + 12 * m * n,
-    ),
-    "attention": (
-        {"BLOCK_Q": False, "BLOCK_KV": True},
-        1,
-        lambda size, q, kv, *, width=_LANES: 4 * size * width * (q + kv) + 4 * q * (3 * kv + width + 2 * _LANES),
-    ),
-    "elementwise": ({"BLOCK_M": False, "BLOCK_N": True}, 2, lambda size, m, n, *, width=2: 2 * size * width * m * n),
+# By kernel: the names of its blocks, of which all but the first are in the last dimension of an array; how many of them
+# are parallel in the grid; and the bytes of its blocks for elements of `size` bytes: each block twice, because the next
+# is copied meanwhile, and what is computed in float32.
+_TPU_KERNELS: Mapping[str, tuple[Sequence[str], int, Callable[..., int]]] = {
+    "matmul": (("BLOCK_M", "BLOCK_N", "BLOCK_K"), 2, lambda size, _, m, n, k: _product_bytes(size, m, n, k)),
+    "grouped_matmul": (("TILE_M", "TILE_N", "TILE_K"), 2, lambda size, _, m, n, k: _product_bytes(size, m, n, k)),
+    "attention": (("BLOCK_Q", "BLOCK_KV"), 1, lambda size, width, q, kv: _attention_bytes(size, width or 128, q, kv)),
+    "elementwise": (("BLOCK_M", "BLOCK_N"), 2, lambda size, width, m, n: 2 * size * (width or 2) * m * n),
 }
+
+
+def _product_bytes(size: int, m: int, n: int, k: int) -> int:
+    return 2 * size * (m * k + k * n + m * n) + 12 * m * n
+
+
+def _attention_bytes(size: int, width: int, q: int, kv: int) -> int:
+    return 4 * size * width * (q + kv) + 4 * q * (3 * kv + width + 2 * _LANES)
 
 
 def tpu_configs(
@@ -131,26 +130,23 @@ def tpu_configs(
     """
     if kernel not in _TPU_KERNELS:
         raise ValueError(f"there is no space for {kernel!r}: choose from {', '.join(_TPU_KERNELS)}")
-    blocks, parallel, needed = _TPU_KERNELS[kernel]
+    names, parallel, needed = _TPU_KERNELS[kernel]
     most = device_table.limits_of(device_kind).shared_memory_per_block_bytes
     if not device_kind.startswith("TPU") or most is None:
         raise ValueError(f"{device_kind!r} is not a known TPU: give a `device_kind`, such as 'TPU v6 lite'")
-    if len(sizes) != len(blocks) or min(sizes) < 1 or itemsize not in (1, 2, 4):
-        names = ", ".join(blocks)
-        raise ValueError(f"{kernel} has the blocks {names}, and elements of 1, 2 or 4 bytes: give {len(blocks)} sizes")
-    extra = {} if width is None or kernel not in ("attention", "elementwise") else {"width": width}
-    choices = [_tiles(size, _LANES if last else 32 // itemsize) for size, last in zip(sizes, blocks.values())]
-    fitting = [tiles for tiles in itertools.product(*choices) if needed(itemsize, *tiles, **extra) <= min(most, vmem_bytes)]
-    grids = {tiles: math.prod(size // tile for size, tile in zip(sizes[:parallel], tiles)) for tiles in fitting}
-    split = [tiles for tiles in fitting if device_kind not in _MEGACORE or grids[tiles] % 2 == 0]
-    return [dict(zip(blocks, tiles)) for tiles in split or fitting]
-
-
-def _tiles(size: int, unit: int) -> list[int]:
-    """Returns the powers of two that divide a size and are multiples of a unit; the small ones only if it is small."""
-    least = max(unit, min(_SMALLEST_TILE, size))
-    tiles = [1 << bit for bit in range(_LARGEST_TILE.bit_length())]
-    return [tile for tile in tiles if tile >= least and size % tile == 0 and tile % unit == 0]
+    if len(sizes) != len(names) or min(sizes) < 1 or itemsize not in (1, 2, 4):
+        raise ValueError(f"{kernel} takes {len(names)} sizes of at least 1, and elements of 1, 2 or 4 bytes")
+    units = [32 // itemsize, *[_LANES] * (len(names) - 1)]
+    choices = [
+        [tile for tile in _TILES if tile >= min(_SMALLEST_TILE, size) and size % tile == 0 and tile % unit == 0]
+        for size, unit in zip(sizes, units, strict=True)
+    ]
+    most = min(most, vmem_bytes)
+    fitting = [tiles for tiles in itertools.product(*choices) if needed(itemsize, width, *tiles) <= most]
+    if device_kind in _MEGACORE:
+        blocks = [math.prod(map(operator.floordiv, sizes[:parallel], tiles)) for tiles in fitting]
+        fitting = [it for it, count in zip(fitting, blocks, strict=True) if count % 2 == 0] or fitting
+    return [dict(zip(names, tiles, strict=True)) for tiles in fitting]
 
 
 def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:

@@ -211,9 +211,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Pa
     document: JsonObject = {}
     if options.profile is not None:
         job = profiled.read(options.profile, blocks.current(), found)
-        job.show(out)
-        document = job.to_dict()
-        found = job.to_tune(found)
+        document, found = job.show(out), job.to_tune()
         if options.dry_run:
             out.json(document)
             return DONE

@@ -1,6 +1,6 @@
 """The names under which profiles show tuned calls: `quarantune/NAME/ID`, with an id of the call and its config.
 
-A profile knows nothing of keys and configs. The first six digits of an id identify the call, and the other four the
+A profile knows nothing of keys and configs. The first eight digits of an id identify the call, and the other four the
 config, so that the calls of a job can be found in the cache and among recorded calls.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from quarantune.values.codec import as_json, canonical_json
 from quarantune.values.configs import COMPILER_OPTIONS
 
-SCOPE = re.compile(r"quarantune/([\w.-]+)/([0-9a-f]{6})([0-9a-f]{4})(?![\w.-])")
+SCOPE = re.compile(r"quarantune/([\w.-]+)/([0-9a-f]{8})([0-9a-f]{4})(?![\w.-])")
 """Finds the name, the id of the call and the id of the config in the name of an operation."""
 
 
@@ -37,7 +37,7 @@ def call_id(name: str, device: str, values: Any) -> str:
         device: the kind of device.
         values: the readable values of its key, as an entry of the cache holds them.
     """
-    return _digest([name, device, values], 6)
+    return _digest([name, device, values], 8)
 
 
 def config_id(config: Any) -> str:

@@ -7,12 +7,12 @@ it takes longer than most of them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _FIRST_TRACE_S = 0.2
 _FREE_BYTES = 1 << 30
 """Least free space on the disk for a trace. One of a few runs takes some MB."""
 _COPY = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .* copy(?:-start)?\(", re.MULTILINE)
-_NAMED_LINES = 5
+_NAMED = 5
 
 Trace = Callable[[Callable[[], int]], tuple[int, list[Plane]]]
 """Calls a function that makes runs and returns their number; returns the number and the planes of the profile."""
@@ -39,10 +39,10 @@ Trace = Callable[[Callable[[], int]], tuple[int, list[Plane]]]
 
 def copies_on_device(program: Any) -> bool:
     """Returns whether a compiled program may copy on the device outside kernels, which CUPTI's reader leaves out."""
-    try:
-        return _COPY.search(program.as_text() or "") is not None
-    except Exception:  # a program that was loaded may not show its text
-        return False
+    text = None
+    with contextlib.suppress(Exception):  # a program that was loaded may not show its text
+        text = program.as_text()
+    return _COPY.search(text or "") is not None
 
 
 def profiler_clock(
@@ -99,7 +99,10 @@ def traced(make_runs: Callable[[], int]) -> tuple[int, list[Plane]]:
         with tempfile.TemporaryDirectory(prefix="quarantune-profile-") as directory:
             if shutil.disk_usage(directory).free < _FREE_BYTES:
                 raise NoDeviceClockError(f"a profile needs {_FREE_BYTES >> 30} GiB of free space in {directory!r}")
-            _start(directory, options)
+            try:
+                jax.profiler.start_trace(directory, profiler_options=options)
+            except Exception as error:  # another profile is being made, in this process or of this device
+                raise NoDeviceClockError(f"JAX's profiler does not start: {error}") from error
             try:
                 made = make_runs()
             finally:
@@ -109,13 +112,6 @@ def traced(make_runs: Callable[[], int]) -> tuple[int, list[Plane]]:
             return made, planes
     except (OSError, ProfileError) as error:
         raise NoDeviceClockError(f"JAX's profiler wrote no profile: {error}") from error
-
-
-def _start(directory: str, options: Any) -> None:
-    try:
-        jax.profiler.start_trace(directory, profiler_options=options)
-    except Exception as error:  # another profile is being made, in this process or of this device
-        raise NoDeviceClockError(f"JAX's profiler does not start: {error}") from error
 
 
 def run_times_ms(planes: Sequence[Plane], runs: int, *, flushing: Sequence[str] = ()) -> list[float]:
@@ -154,7 +150,7 @@ def _module_times_ms(plane: Plane, runs: int) -> list[float]:
     events = sorted((event for line in found for event in line), key=lambda event: event.start_ps)
     if not events:
         return []
-    if len(names := {event.name for event in events}) > 1:
+    if len(names := dict.fromkeys(sorted(event.name for event in events))) > 1:
         raise NoDeviceClockError(f"{plane.name} ran several programs: {_names(names)}")
     if len(events) != runs:
         raise NoDeviceClockError(f"{plane.name} ran {events[0].name} {len(events)} times instead of {runs}")
@@ -177,7 +173,11 @@ def _busy_times_ms(events: Sequence[Event], runs: int, flushing: Sequence[str]) 
     """Divides a GPU's events into runs, which do not overlap because the host waits after each."""
     size, left = divmod(len(events), runs)
     each = [events[at * size : (at + 1) * size] for at in range(runs)]
-    if left or size <= len(flushing) or any(_kinds(run) != _kinds(each[0]) for run in each):
+    if (
+        left
+        or size <= len(flushing)
+        or any(sorted(it.name for it in run) != sorted(it.name for it in each[0]) for run in each)
+    ):
         raise NoDeviceClockError(f"{len(events)} events of {runs} runs cannot be divided into equal runs")
     if any(run[0].start_ps < max(event.end_ps for event in last) for last, run in itertools.pairwise(each)):
         raise NoDeviceClockError("the events of successive runs overlap")
@@ -206,11 +206,5 @@ def _flushing(flush: Callable[[], object], trace: Trace) -> list[str]:
     return [event.name for plane in planes if plane.name.startswith("/device:GPU:") for event in _stream_events(plane)]
 
 
-def _kinds(events: Sequence[Event]) -> Counter[str]:
-    return Counter(event.name for event in events)
-
-
 def _names(names: Any) -> str:
-    listed = [*dict.fromkeys(names)]
-    more = f" and {len(listed) - _NAMED_LINES} more" if len(listed) > _NAMED_LINES else ""
-    return ", ".join(repr(name[:80]) for name in listed[:_NAMED_LINES]) + more or "none"
+    return ", ".join(repr(name[:80]) for name in [*names][:_NAMED]) or "none"

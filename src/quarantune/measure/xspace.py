@@ -11,18 +11,19 @@ import dataclasses
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from quarantune.host.locks import lazy
 
+_T = TypeVar("_T")
 Value: TypeAlias = int | float | str | bytes
 Fields: TypeAlias = Iterator[tuple[int, int | memoryview]]
 
 MOST_BYTES = 1 << 30
 """Largest profile that is read. A minute of a training step makes some 100 MB."""
-_MOST_EVENTS = 20_000_000
 _LONGEST_PS = 10**18
 """Longest event: eleven days. A longer one is damage."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -58,8 +59,8 @@ class Event:
 class Kind:
     """What events of one kind share: their name and figures."""
 
-    name: str = ""
-    stats: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    name: str
+    stats: Mapping[str, Value]
 
 
 class Plane:
@@ -76,44 +77,26 @@ class Plane:
         Raises:
             ProfileError: The message is damaged.
         """
-        self.name, self._lines, kinds, named = "", list[memoryview](), list[memoryview](), dict[int, str]()
-        for number, value in fields(message):
-            if number == 2:
-                self.name = text(value)
-            elif number == 3:
-                self._lines.append(inner(value))
-            elif number == 4:
-                kinds.append(inner(value))
-            elif number == 5:
-                key, entry = _map_entry(value)
-                named[key] = next((text(name) for field, name in fields(entry) if field == 2), "")
-        self._named = named
-        self.kinds = dict(map(self._kind, kinds))
+        found = parsed(message, {2: text, 3: inner, 4: _map_entry, 5: _map_entry})
+        self.name: str = last(found, 2, "")
+        self._lines = found[3]
+        self._named = {key: last(parsed(entry, {2: text}), 2, "") for key, entry in found[5]}
+        self.kinds = {key: self._kind(entry) for key, entry in found[4]}
 
-    def _kind(self, entry: memoryview) -> tuple[int, Kind]:
-        key, message = _map_entry(entry)
-        found = [*fields(message)]
-        name = next((text(value) for number, value in found if number == 2), "")
-        return key, Kind(name, dict(self._stat(value) for number, value in found if number == 5))
+    def _kind(self, entry: memoryview) -> Kind:
+        found = parsed(entry, {2: text, 5: self._stat})
+        return Kind(last(found, 2, ""), dict(found[5]))
 
     def _stat(self, message: int | memoryview) -> tuple[str, Value]:
-        name, value = "", None
-        for number, field in fields(inner(message)):
-            if number == 1:
-                name = self._named.get(whole(field), "")
-            elif number == 2:
-                value = _double(inner(field))
-            elif number == 3:
-                value = whole(field)
-            elif number == 4:
-                value = signed(field)
-            elif number == 5:
-                value = text(field)
-            elif number == 6:
-                value = bytes(inner(field))
-            elif number == 7:
-                value = self._named.get(whole(field), "")
-        return name, 0 if value is None else value
+        def named(value: int | memoryview) -> str:
+            return self._named.get(whole(value), "")
+
+        found = parsed(
+            inner(message),
+            {1: named, 2: _double, 3: whole, 4: signed, 5: text, 6: lambda it: bytes(inner(it)), 7: named},
+        )
+        name = last(found, 1, "")
+        return name, next((found[number][-1] for number in range(2, 8) if found[number]), 0)
 
     @lazy
     def lines(self) -> list[tuple[str, list[Event]]]:
@@ -122,41 +105,23 @@ class Plane:
         Raises:
             ProfileError: A line is damaged.
         """
-        return [self._line(message) for message in self._lines]
+        return [self._line(parsed(message, {2: text, 3: signed, 4: inner})) for message in self._lines]
 
-    def _line(self, message: memoryview) -> tuple[str, list[Event]]:
-        name, start_ns, messages = "", 0, []
-        for number, value in fields(message):
-            if number == 2:
-                name = text(value)
-            elif number == 3:
-                start_ns = signed(value)
-            elif number == 4:
-                messages.append(inner(value))
-        if len(messages) > _MOST_EVENTS:
-            raise ProfileError(f"the line {name!r} has more than {_MOST_EVENTS:,} events: profile fewer steps")
-        return name, [self._event(message, 1000 * start_ns, name) for message in messages]
+    def _line(self, found: Mapping[int, list[Any]]) -> tuple[str, list[Event]]:
+        name, zero_ps = last(found, 2, ""), 1000 * last(found, 3, 0)
+        return name, [self._event(message, zero_ps, name) for message in found[4]]
 
     def _event(self, message: memoryview, zero_ps: int, line: str) -> Event:
-        kind, offset_ps, duration_ps, stats = Kind(), 0, 0, dict[str, Value]()
-        for number, value in fields(message):
-            if number == 1:
-                found = self.kinds.get(signed(value))
-                if found is None:
-                    raise ProfileError(f"an event of the line {line!r} has an unknown kind: the file is damaged")
-                kind = found
-            elif number == 2:
-                offset_ps = signed(value)
-            elif number == 3:
-                duration_ps = signed(value)
-            elif number == 4:
-                stat_name, figure = self._stat(value)
-                stats[stat_name] = figure
-            elif number == 5:
-                raise ProfileError(f"the line {line!r} holds sums of events, and no single ones")
+        found = parsed(message, {1: signed, 2: signed, 3: signed, 4: self._stat, 5: signed})
+        number, offset_ps, duration_ps = (last(found, field, 0) for field in (1, 2, 3))
+        if found[5]:
+            raise ProfileError(f"the line {line!r} holds sums of events, and no single ones")
+        if number not in self.kinds:
+            raise ProfileError(f"an event of the line {line!r} has an unknown kind: the file is damaged")
         if not (0 <= duration_ps <= _LONGEST_PS and abs(offset_ps) <= 10 * _LONGEST_PS):
             raise ProfileError(f"an event of the line {line!r} takes {duration_ps} ps: the file is damaged")
-        return Event(kind.name, zero_ps + offset_ps, duration_ps, {**kind.stats, **stats})
+        kind = self.kinds[number]
+        return Event(kind.name, zero_ps + offset_ps, duration_ps, {**kind.stats, **dict(found[4])})
 
 
 def read_file(path: Path) -> list[Plane]:
@@ -209,17 +174,12 @@ def read(data: bytes) -> list[Plane]:
     Raises:
         ProfileError: The data is cut, damaged, or not a profile.
     """
-    planes, is_whole = [], False
-    for number, value in fields(memoryview(data)):
-        if number == 1:
-            planes.append(Plane(inner(value)))
-        # The profiler writes the host's name last. Without it, whole planes may be missing.
-        is_whole = is_whole or number == 4
-    if not planes:
+    found = parsed(memoryview(data), {1: lambda value: Plane(inner(value)), 4: text})
+    if not found[1]:
         raise ProfileError("it has no planes")
-    if not is_whole:
+    if not found[4]:  # the profiler writes the host's name last, and without it whole planes may be missing
         raise ProfileError("its end is missing")
-    return planes
+    return found[1]
 
 
 # --- the wire format of protobuf ---
@@ -276,17 +236,37 @@ def _map_entry(value: int | memoryview) -> tuple[int, memoryview]:
     return key, message
 
 
-def packed(message: memoryview) -> list[int]:
-    """Returns the numbers of a packed field."""
-    found, at = [], 0
-    while at < len(message):
-        number, at = _varint(message, at)
+def parsed(message: memoryview, of: Mapping[int, Callable[[int | memoryview], Any]]) -> defaultdict[int, list[Any]]:
+    """Returns the values of a message's fields by their numbers, in the order of the message.
+
+    Args:
+        message: the message.
+        of: converts the values of a field; fields of other numbers are left out.
+    """
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    for number, value in fields(message):
+        if number in of:
+            found[number].append(of[number](value))
+    return found
+
+
+def last(found: Mapping[int, list[Any]], number: int, default: _T) -> _T:
+    """Returns the value of a field that a message has at most once."""
+    value: _T = found[number][-1] if found[number] else default
+    return value
+
+
+def packed(value: int | memoryview) -> list[int]:
+    """Returns the numbers of a repeated field, packed or not."""
+    found, at = [value] if isinstance(value, int) else [], 0
+    while not isinstance(value, int) and at < len(value):
+        number, at = _varint(value, at)
         found.append(number)
     return found
 
 
-def _double(message: memoryview) -> float:
-    if len(message) != 8:
+def _double(value: int | memoryview) -> float:
+    if len(message := inner(value)) != 8:
         raise ProfileError("a number of another length than 64 bits")
     return float(struct.unpack("<d", message)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -10,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from quarantune.functions.profile_scope import SCOPE
-from quarantune.host.locks import lazy
-from quarantune.measure.xspace import Event, Plane, ProfileError, Value, fields, inner, packed, signed, text, whole
+from quarantune.measure.xspace import Event, Plane, ProfileError, Value, inner, last, packed, parsed, signed, text
 
 _CONTAINERS = frozenset({"while", "conditional", "call"})
 """Operations whose time is that of the operations inside, which a profile shows too."""
@@ -191,57 +191,27 @@ class _Programs:
 
     def _operations(self, number: str) -> Mapping[str, _Operation]:
         if number and number not in self._read:
-            self._read[number] = _Hlo(self._protos[number]).operations
+            self._read[number] = _operations_of(self._protos[number])
         return self._read.get(number, {})
 
 
-class _Hlo:
-    """A program: the protobuf message `HloProto`."""
-
-    def __init__(self, proto: bytes) -> None:
-        module = next((inner(value) for number, value in fields(memoryview(proto)) if number == 1), memoryview(b""))
-        self._computations = dict(_computation(value) for number, value in fields(module) if number == 3)
-
-    @lazy
-    def operations(self) -> Mapping[str, _Operation]:
-        """The operations by the names of their instructions."""
-        every = [it for computation in self._computations.values() for it in computation]
-        return {it.instruction: _Operation(self._name(it), it.opcode) for it in every}
-
-    def _name(self, it: _Instruction) -> str:
-        """Returns an instruction's name; a fusion without a name has the first scope within."""
-        if it.name or it.opcode != "fusion":
-            return it.name
-        within = [each.name for number in it.calls for each in self._computations.get(number, ())]
-        return next(filter(SCOPE.search, within), "")
+def _operations_of(proto: bytes) -> Mapping[str, _Operation]:
+    """Returns the operations of a program, the protobuf message `HloProto`, by the names of their instructions."""
+    modules = parsed(memoryview(proto), {1: inner})[1]
+    computations = [
+        parsed(it, {2: _instruction, 5: signed}) for module in modules for it in parsed(module, {3: inner})[3]
+    ]
+    within = {last(it, 5, 0): [name for _, (name, _), _ in it[2]] for it in computations}
+    found: dict[str, _Operation] = {}
+    for instruction, (name, opcode), calls in itertools.chain.from_iterable(it[2] for it in computations):
+        if not name and opcode == "fusion":  # it has the first scope within
+            name = next((it for call in calls for it in within.get(call, ()) if SCOPE.search(it)), "")
+        found[instruction] = _Operation(name, opcode)
+    return found
 
 
-class _Instruction(NamedTuple):
-    instruction: str
-    opcode: str
-    name: str
-    calls: tuple[int, ...]
-
-
-def _computation(value: int | memoryview) -> tuple[int, list[_Instruction]]:
-    key, found = 0, []
-    for number, field in fields(inner(value)):
-        if number == 2:
-            found.append(_instruction(inner(field)))
-        elif number == 5:
-            key = signed(field)
-    return key, found
-
-
-def _instruction(message: memoryview) -> _Instruction:
-    instruction, opcode, name, calls = "", "", "", list[int]()
-    for number, value in fields(message):
-        if number == 1:
-            instruction = text(value)
-        elif number == 2:
-            opcode = text(value)
-        elif number == 7:
-            name = next((text(field) for key, field in fields(inner(value)) if key == 2), "")
-        elif number == 38:
-            calls += [whole(value)] if isinstance(value, int) else packed(value)
-    return _Instruction(instruction, opcode, name, tuple(calls))
+def _instruction(value: int | memoryview) -> tuple[str, _Operation, list[int]]:
+    """Returns the name of an instruction, its operation, and the computations that it calls."""
+    found = parsed(inner(value), {1: text, 2: text, 7: lambda it: parsed(inner(it), {2: text}), 38: packed})
+    name = last(last(found, 7, defaultdict(list)), 2, "")
+    return last(found, 1, ""), _Operation(name, last(found, 2, "")), [*itertools.chain.from_iterable(found[38])]

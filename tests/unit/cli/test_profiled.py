@@ -65,9 +65,7 @@ def test_a_job_is_tuned_and_verified_by_its_own_profile(tmp_path: Path) -> None:
     record, cache = str(tmp_path / "recorded"), str(tmp_path / "tuned")
 
     def cli(*words: str, code: int = 0, **environ: str) -> Any:
-        done = run_python(
-            *("-m", "quarantune", *words, "--json"), cwd=tmp_path, QUARANTUNE_CACHE_DIR=cache, **environ
-        )
+        done = run_python(*("-m", "quarantune", *words, "--json"), cwd=tmp_path, QUARANTUNE_CACHE_DIR=cache, **environ)
         assert done.returncode == code, done.stdout + done.stderr
         return json.loads(done.stdout) if code < 2 else done.stderr
 

@@ -14,8 +14,8 @@ from made_up_profiles import plane, tpu, xspace
 from quarantune.measure.xspace import ProfileError, read, read_file
 from quarantune.results.job_profile import JobTime, TunedWork, job_time
 
-_SCOPE = "jit(step)/quarantune/kernels.mm/3f2a991b77"
-_WORK = TunedWork("kernels.mm", "3f2a99", "1b77")
+_SCOPE = "jit(step)/quarantune/kernels.mm/3f2a99aa1b77"
+_WORK = TunedWork("kernels.mm", "3f2a99aa", "1b77")
 
 
 def _operation(name: str, start: int, length: int, **figures: Any) -> tuple[str, int, int, dict[str, Any]]:
@@ -64,7 +64,9 @@ def _hlo(*instructions: tuple[str, str, str]) -> bytes:
 def test_programs_of_one_name_are_told_apart_by_their_numbers() -> None:
     programs = {
         "jit_step(4)": {"Hlo Proto": _hlo(("fusion.1", "fusion", f"{_SCOPE}/dot_general"))},
-        "jit_step(5)": {"Hlo Proto": _hlo(("fusion.1", "fusion", "jit(step)/add"), ("sort.0", "sort", "jit(step)/sort"))},
+        "jit_step(5)": {
+            "Hlo Proto": _hlo(("fusion.1", "fusion", "jit(step)/add"), ("sort.0", "sort", "jit(step)/sort"))
+        },
     }
     module = {"hlo_module": "jit_step"}
     events = [
@@ -100,7 +102,7 @@ _JOB = """
 import jax, jax.numpy as jnp, sys
 @jax.jit
 def step(x):
-    with jax.named_scope("quarantune/kernels.mm/3f2a991b77"):
+    with jax.named_scope("quarantune/kernels.mm/3f2a99aa1b77"):
         y = jnp.tanh(x @ x)
     return jnp.sort(y.ravel())
 x = jnp.ones((128, 128))
