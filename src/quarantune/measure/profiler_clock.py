@@ -105,8 +105,14 @@ def traced(make_runs: Callable[[], int]) -> tuple[int, list[Plane]]:
                 raise NoDeviceClockError(f"JAX's profiler does not start: {error}") from error
             try:
                 made = make_runs()
-            finally:
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    jax.profiler.stop_trace()
+                raise
+            try:
                 jax.profiler.stop_trace()
+            except Exception as error:  # the disk is full, for one
+                raise NoDeviceClockError(f"JAX's profiler wrote no profile: {error}") from error
             planes = read_file(Path(directory))
             _ = [plane.lines for plane in planes]
             return made, planes
