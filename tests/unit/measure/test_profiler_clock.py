@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import python
+from helpers import SUPPORT, python, run_python
 from made_up_profiles import plane, runs, tpu, xspace
 
 from quarantune.measure.device_clock import NoDeviceClockError
@@ -146,3 +146,38 @@ def test_a_program_that_copies_on_the_device_is_recognised(line: str, copies: bo
 
     assert copies_on_device(Program()) is copies
     assert not copies_on_device(object())
+
+
+_ON_A_PLATFORM = """
+import os, sys, jax, jax.numpy as jnp, numpy as np
+from made_up_profiles import runs, tpu, xspace
+from quarantune.measure import profiler_clock
+from quarantune.measure.xspace import read
+from quarantune.sandbox import spool
+from quarantune.transport import payload
+from quarantune.worker.arguments import BenchOptions
+from quarantune.worker.bench import Bench
+from quarantune.worker.compiling import compile_here
+
+packed = payload.pack_call(jax.jit(lambda x, do=0: x + do, static_argnames=["do"]), (np.ones(8, np.float32),), {}, {})
+fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
+payload.write_arrays(packed, fd)
+options = BenchOptions(platform="tpu", warmup=0, rep=1, supply="auto", tolerance=None)
+bench = Bench(packed.call, arrays_fd=fd, options=options)
+program = compile_here(bench, {"do": 1})
+print([bench.clock(program).name for _ in range(2)])
+if len(sys.argv) > 1:
+    def traced(make_runs):
+        made = make_runs()
+        return made, read(xspace([tpu(0, runs("jit_f(7)", made))]))
+    profiler_clock.traced = traced
+    clock = bench.clock(program)
+    print(clock.name, clock.take(1)[0].whole)
+"""
+
+
+def test_a_tpu_has_the_profilers_clock_or_the_queued_one_with_a_reason() -> None:
+    done = run_python("-c", _ON_A_PLATFORM, "with profiles", path=[SUPPORT])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['queued', 'queued']", "device 0.0030005"]
+    assert done.stderr.count("a clock of the device is not used: no device worked in the profile") == 1
