@@ -181,3 +181,24 @@ def test_a_tpu_has_the_profilers_clock_or_the_queued_one_with_a_reason() -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["['queued', 'queued']", "device 0.0030005"]
     assert done.stderr.count("a clock of the device is not used: no device worked in the profile") == 1
+
+
+_BOTH_CLOCKS = """
+import statistics, jax, jax.numpy as jnp
+from quarantune.measure import device_clock, profiler_clock
+x = jnp.ones((2048, 2048), jnp.bfloat16)
+program = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x).compile()
+write = jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile()
+flush = device_clock.Flush(write)
+by_cupti = statistics.median(it.whole for it in device_clock.device_clock(lambda: program(x), flush).take(10))
+flush.detach()
+by_profiler = statistics.median(it.whole for it in profiler_clock.profiler_clock(lambda: program(x), write).take(10))
+again = statistics.median(it.whole for it in device_clock.device_clock(lambda: program(x), flush).take(10))
+assert 0.9 < by_profiler / by_cupti < 1.1, (by_profiler, by_cupti)
+assert 0.8 < again / by_cupti < 1.25, (again, by_cupti)
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_profilers_clock_agrees_with_cupti_in_turn() -> None:
+    python("-c", _BOTH_CLOCKS, JAX_PLATFORMS=None, CUDA_VISIBLE_DEVICES="0")
