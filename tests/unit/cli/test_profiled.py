@@ -13,7 +13,7 @@ from made_up_profiles import plane, xspace
 
 from quarantune.functions.profile_scope import config_id
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 _KERNELS = """
 import jax, jax.numpy as jnp, quarantune
