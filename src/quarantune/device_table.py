@@ -113,6 +113,7 @@ _HOPPER = _BLACKWELL_DATA_CENTRE = _gpu(227)
 _CDNA3_LIMITS = _gpu(64, registers_per_block=512 * 1024 // 4, registers_per_thread=512)
 # JAX's "TPU Hardware Reference". The compiler's default limit for a kernel is lower.
 _TPU_V4_LIMITS, _TPU_V5E_LIMITS, _TPU_V5P_LIMITS, _TPU_V6E_LIMITS = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
+_TPU_7X_LIMITS = _tpu(64)
 
 # Dense rates: half of the rate "with sparsity" if a datasheet has no other.
 # NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
@@ -168,4 +169,5 @@ _TABLE: Mapping[str, tuple[DeviceLimits, DevicePeaks | None]] = {
     "TPU v5p": (_TPU_V5P_LIMITS, _TPU_V5P),
     "TPU v6 lite": (_TPU_V6E_LIMITS, _TPU_V6E),
     "TPU v6e": (_TPU_V6E_LIMITS, _TPU_V6E),
+    "TPU7x": (_TPU_7X_LIMITS, None),
 }

@@ -577,12 +577,19 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
 def _clock(trial: Trial) -> list[Check]:
     """Returns whether the trial used the device's own clock; empty on a CPU, which has only the wall clock."""
     there = None if trial.clock == "wall" else discovery.accelerators()
-    if there is None or there[0].platform != "cuda":
+    if there is None or (platform := there[0].platform) not in ("cuda", "rocm", "tpu"):
         return []
+    has_cupti = platform == "cuda" and importlib.util.find_spec("absl") is not None
     if trial.clock == "device":
-        return [ok("device clock", "CUPTI gives the device's own times")]
+        reader = "CUPTI" if has_cupti else "JAX's profiler"
+        return [ok("device clock", f"{reader} gives the device's own times")]
+    if platform != "cuda":
+        found = "JAX's profiler gives no times of the device, so the wall clock times queued runs"
+        return [
+            warn("device clock", found, "end other profilers; QUARANTUNE_LOG_DIR keeps a log that names the reason")
+        ]
     by_wall = "the wall clock times short kernels"
-    if importlib.util.find_spec("absl") is None:
+    if not has_cupti:
         found = f"absl-py is missing, so CUPTI does not work, and {by_wall}"
         return [warn("device clock", found, "run `pip install 'quarantune[device-clock]'`")]
     found = f"CUPTI does not work, so {by_wall}: another profiler has it, or the driver lets only root profile"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune import device_table
@@ -63,6 +66,87 @@ def get_default_config(kernel_type: str) -> Config:
         The config; an empty one for any other kernel type, so that the kernel's own defaults apply.
     """
     return dict(_DEFAULTS.get(kernel_type, {}))
+
+
+_MEGACORE = ("TPU v4", "TPU v5", "TPU v5p")
+"""Chips whose two cores JAX shows as one device; a kernel uses both if its parallel grid divides by two."""
+_LANES, _SMALLEST_TILE = 128, 128
+_TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+TPU_VMEM_BYTES = 16 << 20
+"""The least of the limits that compilers for TPUs set for a kernel by default, on a v5e."""
+# By kernel: the names of its blocks, of which all but the first are in the last dimension of an array; how many of them
+# are parallel in the grid; and the bytes of its blocks for elements of `size` bytes: each block twice, because the next
+# is copied meanwhile, and what is computed in float32.
+_TPU_KERNELS: Mapping[str, tuple[Sequence[str], int, Callable[..., int]]] = {
+    "matmul": (("BLOCK_M", "BLOCK_N", "BLOCK_K"), 2, lambda size, _, m, n, k: _product_bytes(size, m, n, k)),
+    "grouped_matmul": (("TILE_M", "TILE_N", "TILE_K"), 2, lambda size, _, m, n, k: _product_bytes(size, m, n, k)),
+    "attention": (("BLOCK_Q", "BLOCK_KV"), 1, lambda size, width, q, kv: _attention_bytes(size, width or 128, q, kv)),
+    "elementwise": (("BLOCK_M", "BLOCK_N"), 2, lambda size, width, m, n: 2 * size * (width or 2) * m * n),
+}
+
+
+def _product_bytes(size: int, m: int, n: int, k: int) -> int:
+    return 2 * size * (m * k + k * n + m * n) + 12 * m * n
+
+
+def _attention_bytes(size: int, width: int, q: int, kv: int) -> int:
+    return 4 * size * width * (q + kv) + 4 * q * (3 * kv + width + 2 * _LANES)
+
+
+def tpu_configs(
+    kernel: str,
+    sizes: Sequence[int],
+    *,
+    itemsize: int = 2,
+    width: int | None = None,
+    device_kind: str,
+    vmem_bytes: int = TPU_VMEM_BYTES,
+) -> list[Config]:
+    """Returns a space for a Pallas kernel on a TPU: tiles that its layout, VMEM and cores suit.
+
+    Blocks are powers of two that divide the sizes, in multiples of the layout of the dtype: (8, 128) for 4 bytes,
+    (16, 128) for 2 and (32, 128) for 1. Double-buffered, they fit into the memory. On chips with two cores in one
+    device (v4, v5p) the parallel grid divides by two if it can.
+
+    Args:
+        kernel: `matmul` or `grouped_matmul` with sizes (M, N, K), `attention` with (queries, keys), or `elementwise`
+            with (rows, columns).
+        sizes: the sizes of the problem.
+        itemsize: the bytes of an element.
+        width: for `attention` the width of a head, by default 128; for `elementwise` the number of arrays that it
+            reads and writes, by default 2.
+        device_kind: JAX's name of the chip, such as `TPU v6 lite`, or `TPU v6e`.
+        vmem_bytes: the VMEM that the kernel may use; more than the default only with its own `vmem_limit_bytes`.
+
+    Returns:
+        The configs; none if no block divides the sizes.
+
+    Raises:
+        ValueError: There is no such kernel or chip, or the sizes do not fit the kernel.
+
+    Example:
+        >>> tpu_configs("elementwise", (256, 256), itemsize=4, device_kind="TPU v5e")[0]
+        {'BLOCK_M': 128, 'BLOCK_N': 128}
+    """
+    if kernel not in _TPU_KERNELS:
+        raise ValueError(f"there is no space for {kernel!r}: choose from {', '.join(_TPU_KERNELS)}")
+    names, parallel, needed = _TPU_KERNELS[kernel]
+    most = device_table.limits_of(device_kind).shared_memory_per_block_bytes
+    if not device_kind.startswith("TPU") or most is None:
+        raise ValueError(f"{device_kind!r} is not a known TPU: give a `device_kind`, such as 'TPU v6 lite'")
+    if len(sizes) != len(names) or min(sizes) < 1 or itemsize not in (1, 2, 4):
+        raise ValueError(f"{kernel} takes {len(names)} sizes of at least 1, and elements of 1, 2 or 4 bytes")
+    units = [32 // itemsize, *[_LANES] * (len(names) - 1)]
+    choices = [
+        [tile for tile in _TILES if tile >= min(_SMALLEST_TILE, size) and size % tile == 0 and tile % unit == 0]
+        for size, unit in zip(sizes, units, strict=True)
+    ]
+    most = min(most, vmem_bytes)
+    fitting = [tiles for tiles in itertools.product(*choices) if needed(itemsize, width, *tiles) <= most]
+    if device_kind in _MEGACORE:
+        blocks = [math.prod(map(operator.floordiv, sizes[:parallel], tiles)) for tiles in fitting]
+        fitting = [it for it, count in zip(fitting, blocks, strict=True) if count % 2 == 0] or fitting
+    return [dict(zip(names, tiles, strict=True)) for tiles in fitting]
 
 
 def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:

@@ -181,3 +181,50 @@ from quarantune.jax_internals import jax_backends
 print(spaces.device_limits() == spaces.DeviceLimits(), jax_backends.backends_initialized())
 """
     assert python("-c", code, JAX_PLATFORMS="cpu").split() == ["True", "False"]
+
+
+TPUS = ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"]
+
+
+@pytest.mark.parametrize("kind", TPUS)
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_tiles_for_tpus_divide_the_sizes_and_suit_the_layout(kind: str, itemsize: int) -> None:
+    configs = spaces.tpu_configs("matmul", (4096, 2048, 1536), itemsize=itemsize, device_kind=kind)
+    assert len(configs) > 20
+    for config in configs:
+        m, n, k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+        assert (m % (32 // itemsize), n % 128, k % 128) == (0, 0, 0)
+        assert (4096 % m, 2048 % n, 1536 % k) == (0, 0, 0)
+        assert 2 * itemsize * (m * k + k * n + m * n) < spaces.TPU_VMEM_BYTES
+
+
+def test_two_cores_of_a_chip_get_the_same_number_of_blocks() -> None:
+    def odd(kind: str) -> list[Any]:
+        configs = spaces.tpu_configs("attention", (2048, 2048), device_kind=kind)
+        return [config for config in configs if (2048 // config["BLOCK_Q"]) % 2]
+
+    assert odd("TPU v6 lite")
+    assert not odd("TPU v5")
+
+
+def test_more_memory_makes_a_larger_space_within_the_chip() -> None:
+    small, large, whole = (
+        spaces.tpu_configs("matmul", (8192,) * 3, device_kind="TPU v5", vmem_bytes=mib << 20) for mib in (16, 64, 512)
+    )
+    assert len(small) < len(large) == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("convolution", (8, 8)), "choose from matmul"),
+        (("matmul", (8, 8)), "takes 3 sizes"),
+        (("matmul", (8, 8, 0)), "at least 1"),
+        (("elementwise", (256, 256), "NVIDIA H200"), "not a known TPU"),
+        (("elementwise", (256, 256), "TPU v99"), "not a known TPU"),
+    ],
+)
+def test_a_wrong_demand_for_a_space_names_the_remedy(arguments: tuple[Any, ...], reason: str) -> None:
+    kernel, sizes, *kinds = arguments
+    with pytest.raises(ValueError, match=reason):
+        spaces.tpu_configs(kernel, sizes, device_kind=next(iter(kinds), "TPU v6 lite"))

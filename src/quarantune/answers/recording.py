@@ -20,7 +20,7 @@ from quarantune.cache.journal import Journal
 from quarantune.cache.owner import short_text
 from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.call import BoundCall, TunedFunction
-from quarantune.calls.key import KeyedCall, keyed
+from quarantune.calls.key import KeyedCall, keyed, readable
 from quarantune.functions.binding import Arguments
 from quarantune.functions.describe import sharding_of
 from quarantune.functions.description import is_array, struct_of, with_leaves
@@ -29,7 +29,7 @@ from quarantune.host.locks import new_lock
 from quarantune.host.shared_files import advice
 from quarantune.transport import assignment
 from quarantune.values import blocks
-from quarantune.values.codec import IN_MEMORY, Record, canonical_json, within
+from quarantune.values.codec import IN_MEMORY, JsonObject, Record, canonical_json, within
 from quarantune.values.texts import call_text
 
 if TYPE_CHECKING:
@@ -171,6 +171,11 @@ class RecordedCall(Record):
     def identity(self) -> str:
         """The call with its settings as text, without the function's code and the count."""
         return canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
+
+    @property
+    def readable(self) -> JsonObject:
+        """The values of its key in readable form, as an entry of the cache holds them."""
+        return readable(dict(self.arguments if self.bucket is None else self.bucket), dict(self.jax_settings))
 
     def tune(self) -> TuningResult:
         """Returns the result for the call, from the cache or by tuning now.

@@ -462,11 +462,13 @@ class Autotuned(TunedCallable[_P, _R]):
         else:
             answer = self._tuner.choice(call)
             if answer.config is None:
-                return self.__wrapped__(*args, **kwargs)
+                with self._tuner.scope(call, None):
+                    return self.__wrapped__(*args, **kwargs)
             config = answer.config
             bound = bind_config(self.__wrapped__, config)
             if not answer.lasts:
-                return bound(*args, **kwargs)
+                with self._tuner.scope(call, config):
+                    return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:
                 from quarantune.transport import differentiation  # calls outside a trace do not need it
 
@@ -474,7 +476,8 @@ class Autotuned(TunedCallable[_P, _R]):
         if key is not None:
             remember(memo, place, bound)
             self._keep_ready(context, args, kwargs, bound)
-        with self._tuner.seeding_compilation(config, args, kwargs):
+        scope = contextlib.nullcontext() if call.given else self._tuner.scope(call, config)
+        with self._tuner.seeding_compilation(config, args, kwargs), scope:
             return bound(*args, **kwargs)
 
     def _keep_ready(

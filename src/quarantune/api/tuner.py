@@ -7,13 +7,19 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.ladder import Ladder, first
 from quarantune.answers.layers import open_store
 from quarantune.api.assembly import Rungs
 from quarantune.cache import problems
+from quarantune.cache.file_names import safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
+from quarantune.functions import profile_scope
+from quarantune.jax_internals import jax_traces
+from quarantune.values import blocks
 from quarantune.values.configs import Config
 from quarantune.values.trial import Findings, TuningFailedError
 
@@ -152,6 +158,22 @@ class Tuner:
         if "tuning" not in vars(self.rungs):  # no call has tuned yet
             return contextlib.nullcontext()
         return self.rungs.tuning.seeds.in_use(self.function.compiled_fn, config, args, kwargs)
+
+    def scope(self, call: BoundCall, config: Config | None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that names the operations of a traced call, so that profiles show them.
+
+        JAX keeps the names apart from the program, and its compilation cache leaves them out of its keys.
+
+        Args:
+            call: the call.
+            config: its config; None for the defaults.
+        """
+        if not jax_traces.is_tracing() or call.is_symbolic or not blocks.current().profile_scopes:
+            return contextlib.nullcontext()
+        described = keyed(call)
+        name = safe_name(call.name)
+        about = profile_scope.call_id(name, described.id.device, described.readable)
+        return jax.named_scope(profile_scope.scope_of(name, about, profile_scope.config_id(config)))
 
     def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:
         """Returns a call to tune, with its key on the devices that would tune it, and its situation.

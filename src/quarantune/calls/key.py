@@ -73,7 +73,7 @@ class KeyedCall:
     @property
     def readable(self) -> JsonObject:
         """The values of the key in readable form."""
-        return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
+        return readable(self.values, self.jax_state)
 
     @property
     def id_under_rounding(self) -> ProblemId:
@@ -105,6 +105,11 @@ class KeyedCall:
         kept = {name: value for name, value in call.bound.arguments.items() if name not in left}
         bound = inspect.BoundArguments(call.function.signature, kept)
         return bound.args, bound.kwargs
+
+
+def readable(values: JsonObject, jax_state: JsonObject) -> JsonObject:
+    """Returns the values of a key in readable form, with JAX's settings."""
+    return values | ({_STATE: jax_state} if jax_state else {})
 
 
 def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:

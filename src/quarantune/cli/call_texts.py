@@ -61,16 +61,17 @@ class GivenCall:
 
 
 def read(options: argparse.Namespace) -> list[GivenCall] | None:
-    """Returns the calls of a command before the import of JAX; None if `--inputs` or `--recorded` gives them.
+    """Returns the calls of a command before the import of JAX; None if another option gives them.
 
     Raises:
         InputError: An option does not describe a call.
     """
     statics = parse_statics(options.static)
-    if getattr(options, "recorded", None) is not None:
-        if statics or getattr(options, "estimate_for", None) is not None:
-            raise InputError("--recorded goes with neither --static nor --estimate-for: leave them out")
-        return None
+    for name in ("recorded", "profile"):
+        if getattr(options, name, None) is not None:
+            if statics or getattr(options, "estimate_for", None) is not None:
+                raise InputError(f"--{name} goes with neither --static nor --estimate-for: leave them out")
+            return None
     if options.function is None:
         command = f"quarantune {options.command} MODULE:FUNCTION"
         raise InputError(f"the function is missing: write {command}, or --recorded DIR for all")

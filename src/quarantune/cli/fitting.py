@@ -64,7 +64,7 @@ def _groups(options: argparse.Namespace, out: Output) -> Iterator[tuple[Tuned, A
         tuned = calls.load_kernel(options.function, to_do="fit a rule for")
         yield tuned, {}, [(call, 1.0) for call in calls.make(tuned.function, options)]
         return
-    named, found = functions.recorded_calls(options)
+    named, found = functions.recorded_calls(options, options.recorded)
     groups: dict[str, tuple[Tuned, Any, list[tuple[GivenCall, float]]]] = {}
     for call, status, made, reason in _made(found, named):
         if made is None:

@@ -32,7 +32,7 @@ from quarantune.api.tune_many import MOST, tune_many
 from quarantune.api.tuner import Tuned
 from quarantune.calls.call import BoundCall
 from quarantune.calls.rebuilt import described_arguments, described_settings
-from quarantune.cli import calls
+from quarantune.cli import calls, profiled
 from quarantune.cli.call_texts import GivenCall
 from quarantune.cli.output import (
     DONE,
@@ -65,6 +65,12 @@ End: TypeAlias = TuningResult | TuningFailedError
 
 def tune(options: argparse.Namespace, out: Output) -> int:
     """Tunes each call of a function without a result yet; reports a call if all its configs fail."""
+    if options.dry_run and options.profile is None:
+        raise InputError("--dry-run belongs to --profile: leave it out, or add --profile PATH")
+    recording = options.recorded
+    if options.profile is not None and options.recorded is None:
+        with input_errors(ValueError):
+            recording = blocks.current().record
     given = {name: getattr(options, name) for name in ("search", "max_trials", "time_budget")}
     with input_errors(ValueError):
         # The environment may restrict programs to saved results; this command must tune all the same.
@@ -77,7 +83,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     records = []
     with override, contextlib.ExitStack() as engine:
         check_cache()
-        if options.recorded is None:
+        if options.recorded is None and options.profile is None:
             tuned = calls.load_tuned(options.function)
             with input_errors(TypeError, ValueError):
                 function = tuned.function
@@ -85,8 +91,8 @@ def tune(options: argparse.Namespace, out: Output) -> int:
         if options.executor is not None:
             executor = engine.enter_context(_connected(options.executor))
             engine.enter_context(blocks.settings(executor=executor))
-        if options.recorded is not None:
-            return _tune_recorded(options, out)
+        if options.recorded is not None or options.profile is not None:
+            return _tune_recorded(options, out, recording)
         for call, (ended, was_known) in zip(wanted, _ends(tuned, wanted, options), strict=True):
             about = {"function": function.name, "call": calls.describe(call, function.signature)}
             record, text = told(tuned, call, ended, was_known=was_known)
@@ -186,9 +192,23 @@ def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
 TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not possible here"
 
 
-def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
-    """Tunes recorded calls without a result yet, and names the calls that it could not tune."""
-    named, found = recorded_calls(options)
+def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Path | None) -> int:
+    """Tunes recorded calls without a result yet, and names the calls that it could not tune.
+
+    Args:
+        options: the options of the command.
+        out: the output.
+        recording: the directory of the recorded calls; None for a profile without any.
+    """
+    named, found = recorded_calls(options, recording)
+    document: JsonObject = {}
+    if options.profile is not None:
+        job = profiled.read(options.profile, blocks.current(), found)
+        document, found = job.show(out), job.to_tune()
+        if options.dry_run:
+            out.json(document)
+            return DONE
+        out.line()
     counts, records = Counter[str](), []
     for call, status, (record, text) in _recorded_ends(found, options, named):
         about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
@@ -197,21 +217,31 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
             out.line(printable_lines(f"{call}, met {counted(call.count, 'time')}: {text}"))
         counts[status] += 1
     ends = ", ".join(f"{number} {status}" for status, number in counts.items()) or "nothing to tune"
-    out.line(f"{counted(len(found), 'call')} recorded in {options.recorded!r}: {ends}")
-    out.json(records)
+    place = "no directory (QUARANTUNE_RECORD is not set)" if recording is None else repr(str(recording))
+    out.line(f"{counted(len(found), 'call')} recorded in {place}: {ends}")
+    out.json(document | {"tuned": records} if document else records)
     return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
 
 
-def recorded_calls(options: argparse.Namespace) -> tuple[Tuned | None, list[RecordedCall]]:
+def recorded_calls(
+    options: argparse.Namespace, recording: str | Path | None
+) -> tuple[Tuned | None, list[RecordedCall]]:
     """Returns the function that the command names, if any, and its recorded calls, the most frequent first.
+
+    Args:
+        options: the options of the command.
+        recording: the directory of the recorded calls; None for none.
 
     Raises:
         InputError: The directory or the function does not exist.
     """
-    directory = Path(os.path.expanduser(options.recorded))
-    if not directory.is_dir():
-        raise InputError(f"--recorded {shown(options.recorded)} is not a directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
+    if recording is None:
+        return named, []
+    directory = Path(os.path.expanduser(recording))
+    if not directory.is_dir():
+        label = "QUARANTUNE_RECORD=" if options.recorded is None else "--recorded "
+        raise InputError(f"{label}{shown(str(recording))} is not a directory: name that of QUARANTUNE_RECORD")
     name = None if named is None else named.function.name
     return named, [call for call in recorded.read(directory) if name in (None, call.name)]
 

@@ -179,8 +179,17 @@ COMMANDS: Mapping[str, Command] = {
         "tune a function ahead of time, and save the winners in the cache",
         (
             (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
-            [*_CALLS[1], _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first")],
+            [
+                *_CALLS[1],
+                _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first"),
+                _value(
+                    "--profile PATH",
+                    "calls in a profile of jax.profiler (a file, or its directory) that QUARANTUNE_RECORD has "
+                    "recorded, most device time first",
+                ),
+            ],
             _CALLS[2],
+            _flag("--dry-run", "with --profile: print the device time of each call, and tune nothing"),
             _flag("--force", "tune calls again that have results"),
             _value("--estimate-for TPU", "save the compiler's best estimate for a TPU, here or not"),
             _value(
@@ -188,7 +197,11 @@ COMMANDS: Mapping[str, Command] = {
                 'auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
             ),
             _value("--max-trials N", "try at most N configs for each call", type=_COUNT),
-            _value("--time-budget S", "try configs for at most S seconds per call (--recorded: total)", type=_SECONDS),
+            _value(
+                "--time-budget S",
+                "try configs for at most S seconds per call (--recorded, --profile: total)",
+                type=_SECONDS,
+            ),
             _value(
                 "--executor ADDRESS",
                 "tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto "
@@ -203,6 +216,7 @@ COMMANDS: Mapping[str, Command] = {
             "quarantune tune kernels.py:attention --shapes shapes.txt --static causal=true",
             "quarantune tune kernels:matmul --inputs kernels:real_inputs --max-trials 200",
             "quarantune tune --recorded recorded --time-budget 3600",
+            "QUARANTUNE_RECORD=recorded quarantune tune --profile profile --time-budget 3600",
         ),
     ),
     "fit": Command(
@@ -280,13 +294,15 @@ COMMANDS: Mapping[str, Command] = {
                 "a winner that takes this much longer than its saved time is stale",
                 type=_PERCENT,
             ),
+            _value("--profile PATH", "compare winners in a job's profile with their sweeps"),
             _flag("--retune", "tune calls again whose winner is stale or only estimated"),
             _value("--sample N", "tune N calls that rules answered, and show the rules' true losses", type=_COUNT),
             *_COMMON,
         ),
         "Measures the winners of the named functions again, each against its function's own defaults. "
         "Measures a winner several times before it calls it stale. "
-        "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again.",
+        "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again, or with --profile "
+        "slower in the job than the defaults.",
         (
             "quarantune cache verify",
             "quarantune cache verify kernels:matmul --max-loss 10 --retune",

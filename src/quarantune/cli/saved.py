@@ -173,6 +173,11 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         out.line(f"{counted(len(verified), 'result')} looked at" + (f": {summary}" if summary else ""))
         document["entries"] = [entry.to_dict() for entry in verified]
         is_right &= "stale" not in verdicts
+    if options.profile is not None:  # JAX is not needed otherwise
+        from quarantune.cli import profiled
+
+        wins, document["in_place"] = profiled.verify(options.profile, blocks.current(), out)
+        is_right &= wins
     out.json(document)
     return DONE if is_right else FAILED
 

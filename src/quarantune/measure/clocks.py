@@ -23,7 +23,7 @@ class Clock:
     """Takes samples of the runs of one program.
 
     Attributes:
-        name: the name in `Trial.clock` and in `model.MARGINS`.
+        name: the name in `Trial.clock` and in `model.MARGINS`: `device` for the device's own clock, whatever reads it.
         take: takes a number of samples and returns them, in milliseconds.
     """
 

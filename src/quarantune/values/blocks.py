@@ -49,6 +49,7 @@ class SettingKeywords(TypedDict, total=False):
     agree: _Flag | None
     progress: _Flag | None
     record: _Place | Callable[..., None] | None
+    profile_scopes: _Flag | None
     log_dir: _Place | None
     lock_timeout: float | str | None
     executor: Executor | None

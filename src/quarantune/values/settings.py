@@ -166,6 +166,7 @@ class Settings:
             terminal, a notebook or the variable `CI`. True also writes a line every 10 s there.
         record: the directory to record calls without a saved result in, or the function of a `recording` block
             to call for each. A miss is not tuned then.
+        profile_scopes: whether profiles show traced calls under the name `quarantune/NAME/ID`.
         log_dir: the directory where the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
@@ -200,6 +201,7 @@ class Settings:
     record: Path | Callable[..., None] | None = _setting(
         lambda value: value if callable(value) else _path(value), _DIRECTORY
     )
+    profile_scopes: bool = _setting(_flag, "0 or 1", True)
     log_dir: Path | None = _setting(_path, _DIRECTORY)
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
     executor: Executor | None = _setting(

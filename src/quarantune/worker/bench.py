@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from quarantune.functions.binding import Arguments, jitted_with
+from quarantune.host.locks import lazy
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals.other_processes import share_what_xla_finds
-from quarantune.measure import clocks, device_clock, finals, model, observing, sampling
+from quarantune.measure import clocks, device_clock, finals, model, observing, profiler_clock, sampling
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
@@ -67,6 +69,7 @@ class Bench:
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
+        self._said: set[str] = set()
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
         self._latest: Any = None  # the output of the latest run, until its bits are noted
         if options.platform == "cpu":
@@ -289,12 +292,30 @@ class Bench:
             self._latest = output = call(*args, **kwargs)
             return output
 
-        if self._has_own_clock():
-            with contextlib.suppress(device_clock.NoDeviceClockError):
-                return device_clock.device_clock(dispatch, self._flusher() if is_flushed else None)
+        if (own := self._own_clock(dispatch, is_flushed=is_flushed)) is not None:
+            return own
         if self.options.platform in ("cuda", "rocm", "tpu"):
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(dispatch()), None)
+
+    def _own_clock(self, dispatch: Callable[[], object], *, is_flushed: bool) -> clocks.Clock | None:
+        """Returns the device's own clock for a program; None if nothing here reads it."""
+        try:
+            # JAX's profiler would also see copies on an NVIDIA GPU, but nobody has run it there yet.
+            if self._has_own_clock():
+                return device_clock.device_clock(dispatch, self._flusher() if is_flushed else None)
+            if self.options.platform in ("rocm", "tpu"):
+                flush = self._write if is_flushed and self.options.on_gpu else None
+                return profiler_clock.profiler_clock(dispatch, flush)
+        except device_clock.NoDeviceClockError as error:
+            self._say_once(str(error))
+        return None
+
+    def _say_once(self, reason: str) -> None:
+        """Writes once into the trial's log why the device's clock is not read."""
+        if reason not in self._said:
+            self._said.add(reason)
+            print(f"quarantune: a clock of the device is not used: {reason}", file=sys.stderr)
 
     def rank(self, program: Program) -> Measurement:
         """Times a program that need not have run, with few samples, and looks at no output."""
@@ -427,8 +448,14 @@ class Bench:
             NoDeviceClockError: the device's clock cannot be read.
         """
         if self._flush is None:
-            self._flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
+            self._flush = device_clock.Flush(self._write)
         return self._flush
+
+    @lazy
+    def _write(self) -> Callable[[], object]:
+        """A program that writes more than the device's cache holds."""
+        compiled: Callable[[], object] = jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile()
+        return compiled
 
 
 _Take: TypeAlias = Callable[[int], Sequence[RunTime]]
