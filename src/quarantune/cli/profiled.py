@@ -29,7 +29,7 @@ _DEFAULTS = config_id(None)
 _WINS, _LOSES, _SAME = "wins", "loses in place", "is the defaults"
 
 
-class Row(NamedTuple):
+class CallRow(NamedTuple):
     """A tuned call in a profile, with all that is known of it.
 
     Attributes:
@@ -80,11 +80,11 @@ class Row(NamedTuple):
         }
 
 
-class Job(NamedTuple):
+class JobProfile(NamedTuple):
     """A job's profile, with the tuned calls in the order of their device time."""
 
     time: JobTime
-    rows: Sequence[Row]
+    rows: Sequence[CallRow]
 
     def to_tune(self) -> list[RecordedCall]:
         """Returns the recorded calls in the profile, in the order of their device time."""
@@ -109,7 +109,7 @@ class Job(NamedTuple):
         return {"total_ms": total_ms, "calls": calls, "rest_ms": dict(self.time.rest_ms)}
 
 
-def read(path: str, settings: Settings, calls: Sequence[RecordedCall] = ()) -> Job:
+def read(path: str, settings: Settings, calls: Sequence[RecordedCall] = ()) -> JobProfile:
     """Reads a job's profile, and finds its calls in the cache and among recorded calls.
 
     Raises:
@@ -126,14 +126,14 @@ def read(path: str, settings: Settings, calls: Sequence[RecordedCall] = ()) -> J
     names = [(safe_name(call.name), call) for call in calls]
     met = {(name, call_id(name, call.device, call.readable)): call for name, call in names}
 
-    def row(work: TunedWork, spent: WorkTime) -> Row:
+    def row(work: TunedWork, spent: WorkTime) -> CallRow:
         # Of results for several versions of the code, the one that the job ran counts, else the newest.
         known = saved[work[:2]]
         ran = [entry for entry in known if config_id(entry.get("config")) == work.config]
         entry = max(ran or known, key=lambda entry: str(entry.get("created", "")), default={})
-        return Row(work, spent, entry, met.get(work[:2]))
+        return CallRow(work, spent, entry, met.get(work[:2]))
 
-    return Job(time, sorted((row(*each) for each in time.tuned.items()), key=lambda it: -it.time.time_ms))
+    return JobProfile(time, sorted((row(*each) for each in time.tuned.items()), key=lambda it: -it.time.time_ms))
 
 
 def verify(path: str, settings: Settings, out: Output) -> tuple[bool, list[JsonObject]]:
@@ -166,7 +166,7 @@ def verify(path: str, settings: Settings, out: Output) -> tuple[bool, list[JsonO
     return not lost, verdicts
 
 
-def _verdict(row: Row, default_in_place_ms: float | None) -> JsonObject:
+def _verdict(row: CallRow, default_in_place_ms: float | None) -> JsonObject:
     found, job_ms = Findings.from_json(row.entry), row.time.each_ms
     default_ms = default_in_place_ms or found.default_time_ms
     verdict = "unknown" if job_ms is None or default_ms is None else _LOSES if job_ms > default_ms else _WINS

@@ -189,7 +189,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             key="",
             device="",
         )
-        monkeypatch.setattr(verification, "_swept", lambda call, configs, tune: result)
+        monkeypatch.setattr(verification, "swept", lambda call, configs, tune: result)
 
     return give
 
