@@ -261,7 +261,7 @@ def test_the_command_shows_losses_exits_with_1_and_tunes_again(
     assert "tuned again: n=20000, 0.4 ms" in capsys.readouterr().out
     assert tuned == [cache_dir, cache_dir]
     assert main(["cache", "verify", "--retune"]) == 2
-    assert "name their functions" in capsys.readouterr().err
+    assert "need functions" in capsys.readouterr().err
     assert main([*command, "--max-loss", "none"]) == 2
 
 
