@@ -194,8 +194,9 @@ def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
 @pytest.mark.slow
 def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
     miss, hit = miss_and_hit
-    assert len(hit.ran) <= 26, hit.ran
-    assert len(miss.ran) <= 91, miss.ran
+    # Modules that tell one story each are smaller and more: 26 and 91 before they were split.
+    assert len(hit.ran) <= 40, hit.ran
+    assert len(miss.ran) <= 116, miss.ran
 
 
 def test_a_cached_call_is_bound_and_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +262,7 @@ def test_a_cached_call_imports_nothing_for_tuning(
     assert not ours & {f"answers.{name}" for name in rungs}
     assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "fit", "tune_many", "tuning_cache")}
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
-    assert len(ours) <= 40
+    assert len(ours) <= 62
     recording = {"answers.recording", "cache.journal"}
     assert not recording & ours
     cached = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache"))}
