@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
     from quarantune.values.blocks import settings as settings
+    from quarantune.values.errors import CacheMissError as CacheMissError
+    from quarantune.values.errors import EngineError as EngineError
+    from quarantune.values.errors import ReferenceFailedError as ReferenceFailedError
+    from quarantune.values.errors import SandboxError as SandboxError
+    from quarantune.values.errors import TuningFailedError as TuningFailedError
     from quarantune.values.options import Options as Options
     from quarantune.values.options import Search as Search
     from quarantune.values.space import grid as grid
-    from quarantune.values.trial import CacheMissError as CacheMissError
-    from quarantune.values.trial import EngineError as EngineError
     from quarantune.values.trial import Outcome as Outcome
     from quarantune.values.trial import Phase as Phase
-    from quarantune.values.trial import ReferenceFailedError as ReferenceFailedError
     from quarantune.values.trial import Route as Route
-    from quarantune.values.trial import SandboxError as SandboxError
     from quarantune.values.trial import Trial as Trial
-    from quarantune.values.trial import TuningFailedError as TuningFailedError
 
 _NAMES = {
     "api.autotune": ("AutoTuner", "Autotuned", "autotune", "jit"),
@@ -70,17 +70,8 @@ _NAMES = {
     "values.blocks": ("settings",),
     "values.options": ("Options", "Search"),
     "values.space": ("grid",),
-    "values.trial": (
-        "CacheMissError",
-        "EngineError",
-        "Outcome",
-        "Phase",
-        "ReferenceFailedError",
-        "Route",
-        "SandboxError",
-        "Trial",
-        "TuningFailedError",
-    ),
+    "values.errors": ("CacheMissError", "EngineError", "ReferenceFailedError", "SandboxError", "TuningFailedError"),
+    "values.trial": ("Outcome", "Phase", "Route", "Trial"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each name. The first use of a name imports its module, so a command without JAX does not wait for

@@ -36,9 +36,10 @@ from quarantune.host.shared_files import Directory, advice, side_lock
 from quarantune.jax_internals import jax_backends
 from quarantune.values import blocks
 from quarantune.values.blocks import SettingKeywords
+from quarantune.values.errors import SandboxError, TuningFailedError
 from quarantune.values.settings import Settings
 from quarantune.values.texts import first_line
-from quarantune.values.trial import Outcome, SandboxError, Trial, TuningFailedError
+from quarantune.values.trial import Outcome, Trial
 
 __all__ = ["Check", "Status", "failed", "run"]
 

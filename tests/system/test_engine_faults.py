@@ -45,7 +45,8 @@ from quarantune.scheduler.plan import NOTHING_MORE, Proof
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values.codec import DamageError
-from quarantune.values.trial import EngineError, Outcome, Trial
+from quarantune.values.errors import EngineError
+from quarantune.values.trial import Outcome, Trial
 
 X = jnp.ones((8, 128))
 

@@ -24,7 +24,8 @@ from helpers import SOURCE, SUPPORT, child_environ
 
 import quarantune
 from quarantune.engine import shards
-from quarantune.values.trial import EngineError, Outcome
+from quarantune.values.errors import EngineError
+from quarantune.values.trial import Outcome
 
 pytestmark = [
     pytest.mark.clients,

@@ -13,6 +13,7 @@ MODULES = sorted(
     str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if path.name not in ("__init__.py", "_version.py")
 )
 COVERED_BY = {
+    "values/errors.py": "behaviour/contained/test_shortages.py",
     "answers/by_rule.py": "unit/api/test_fit.py",
     "cli/fitting.py": "unit/api/test_fit.py",
     "__main__.py": "unit/cli/test_entry_point.py",

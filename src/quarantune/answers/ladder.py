@@ -11,7 +11,7 @@ from quarantune.answers.answer import Answer, Origin, Rung, Situation
 from quarantune.cache import problems
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.values.codec import canonical_json
-from quarantune.values.trial import CacheMissError
+from quarantune.values.errors import CacheMissError
 
 _MOST_LOCKS = 4096
 """Keys may be many and long, so a few share a lock."""

@@ -6,8 +6,8 @@ from quarantune.answers.answer import Answer, Situation
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.locks import new_lock
 from quarantune.values import blocks
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.forgetting import Which, on_forgetting
-from quarantune.values.trial import TuningFailedError
 
 _MOST_REMEMBERED = 4096
 """Number of a function's answers at which those from files are forgotten; the files still have them."""

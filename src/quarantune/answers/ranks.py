@@ -42,9 +42,9 @@ from quarantune.jax_internals.jax_backends import Coordination
 from quarantune.results.progress import Progress
 from quarantune.sweep.limits import SearchLimits, SweepLimits, isolation_of
 from quarantune.values.codec import JsonObject, Record, as_json, canonical_json, decode_json, equal
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.options import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
 from quarantune.values.settings import Isolation, Settings
-from quarantune.values.trial import TuningFailedError
 
 _logger = logging.getLogger("quarantune")
 

@@ -30,8 +30,9 @@ from quarantune.tuning.verification import swept, times_of
 from quarantune.values import blocks, options, texts
 from quarantune.values.codec import JsonObject, as_json, is_number, is_whole, text_of
 from quarantune.values.configs import Config
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.settings import parse_setting
-from quarantune.values.trial import Findings, Searched, TuningFailedError
+from quarantune.values.trial import Findings, Searched
 
 _FEWEST = 3
 """Fewest calls of one kind that a rule is fitted on."""

@@ -23,9 +23,10 @@ from quarantune.results.result import TuningResult
 from quarantune.tuning.outcome import call_result, entry_for, findings_now
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, equal, text_of
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.options import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
-from quarantune.values.trial import Findings, Outcome, Trial, TuningFailedError
+from quarantune.values.trial import Findings, Outcome, Trial
 
 TOTAL, WORST = "total", "worst"
 

@@ -21,7 +21,8 @@ from quarantune.functions import profile_scope
 from quarantune.jax_internals import jax_traces
 from quarantune.values import blocks
 from quarantune.values.configs import Config
-from quarantune.values.trial import Findings, TuningFailedError
+from quarantune.values.errors import TuningFailedError
+from quarantune.values.trial import Findings
 
 if TYPE_CHECKING:
     from quarantune.results.report_data import FromCache

@@ -27,7 +27,7 @@ from quarantune.tuning.verification import swept, times_of
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, canonical_json, text_of
 from quarantune.values.configs import format_config
-from quarantune.values.trial import SandboxError, TuningFailedError
+from quarantune.values.errors import SandboxError, TuningFailedError
 
 
 def fit(options: argparse.Namespace, out: Output) -> int:

@@ -54,8 +54,9 @@ from quarantune.results.result import TuningResult, labels
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, canonical_json, decode_json
 from quarantune.values.configs import Config, format_config
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
-from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
+from quarantune.values.trial import Outcome, Trial, count_outcomes
 
 _UNKNOWN = ("device", "config", "time_ms", "default_time_ms", "speedup", "speedup_interval")
 """Fields of a record that are null if all configs failed."""

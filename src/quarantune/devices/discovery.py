@@ -21,8 +21,9 @@ from quarantune.host.packages import entry_points
 from quarantune.host.process import in_sandbox
 from quarantune.jax_internals import jax_backends
 from quarantune.values import codec
+from quarantune.values.errors import SandboxError
 from quarantune.values.settings import Settings
-from quarantune.values.trial import CompileTarget, SandboxError
+from quarantune.values.trial import CompileTarget
 
 _PROBE_DEADLINE_S = 120.0
 """Longest wait, in seconds, for a worker to describe the devices; a driver may hang."""

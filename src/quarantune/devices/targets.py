@@ -27,9 +27,10 @@ from quarantune.host import shared_files
 from quarantune.host.packages import entry_points
 from quarantune.host.shared_files import Directory
 from quarantune.values import blocks
+from quarantune.values.errors import SandboxError
 from quarantune.values.settings import Settings
 from quarantune.values.texts import did_you_mean, printable, shown
-from quarantune.values.trial import CompileTarget, SandboxError
+from quarantune.values.trial import CompileTarget
 
 _logger = logging.getLogger("quarantune")
 

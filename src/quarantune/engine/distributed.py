@@ -22,9 +22,10 @@ from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
+from quarantune.values.errors import EngineError
 from quarantune.values.options import AUTO
 from quarantune.values.settings import Isolation
-from quarantune.values.trial import UNTUNED, EngineError, Trial
+from quarantune.values.trial import UNTUNED, Trial
 
 _logger = logging.getLogger("quarantune")
 

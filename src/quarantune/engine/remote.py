@@ -37,8 +37,9 @@ from quarantune.transport.payload import Call, PackedCall
 from quarantune.values import blocks
 from quarantune.values.codec import DamageError, JsonObject, Record, as_json, one_of
 from quarantune.values.configs import Config
+from quarantune.values.errors import EngineError, ReferenceFailedError
 from quarantune.values.options import Options
-from quarantune.values.trial import END, READY, TIME, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
+from quarantune.values.trial import END, READY, TIME, Outcome, Phase, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
 """The ways in which a shard ends on its machine."""

@@ -22,7 +22,8 @@ from quarantune.scheduler.plan import ConfigSource, Proof
 from quarantune.sweep.request import SweepRequest
 from quarantune.values.codec import DamageError, JsonObject, as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import END, READY, EngineError, Outcome, Trial
+from quarantune.values.errors import EngineError
+from quarantune.values.trial import END, READY, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 

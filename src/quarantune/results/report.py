@@ -20,6 +20,7 @@ from quarantune.results import times
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
+from quarantune.values.errors import TuningFailedError
 from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
     ENERGY,
@@ -28,7 +29,6 @@ from quarantune.values.trial import (
     TIME,
     Outcome,
     Trial,
-    TuningFailedError,
     count_outcomes,
     interval_text,
     ranked_by,

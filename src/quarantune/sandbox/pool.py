@@ -36,7 +36,8 @@ from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.sandbox.workforce import Event, Said
 from quarantune.values import codec
 from quarantune.values.codec import DamageError, JsonObject
-from quarantune.values.trial import Outcome, SandboxError
+from quarantune.values.errors import SandboxError
+from quarantune.values.trial import Outcome
 
 _logger = logging.getLogger("quarantune")
 

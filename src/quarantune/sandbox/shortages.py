@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from quarantune.host import machine
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 _NO_PROCESS = re.compile(
     r"can't start new thread|Cannot fork|[Tt]hread creation failed|pthread_create[^\n]*fail|failed[^\n]*pthread_create"

@@ -19,7 +19,7 @@ from quarantune.sandbox import contain, shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.values.codec import JsonObject
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 _EXIT_WAIT_S = 2.0
 STOPPED_CHECKS = 20

@@ -14,7 +14,8 @@ from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route
+from quarantune.values.errors import ReferenceFailedError
+from quarantune.values.trial import Outcome, Phase, Route
 
 _TRIES = 2
 

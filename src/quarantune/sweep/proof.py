@@ -29,8 +29,8 @@ from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.programs import ProgramLines
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
+from quarantune.values.errors import DifferentProgramError
 from quarantune.values.texts import shown
-from quarantune.values.trial import DifferentProgramError
 
 _logger = logging.getLogger("quarantune")
 

@@ -43,8 +43,9 @@ from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
+from quarantune.values.errors import ReferenceFailedError
 from quarantune.values.options import AUTO, BITWISE
-from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, Route, Trial
 
 _logger = logging.getLogger("quarantune")
 

@@ -24,18 +24,10 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values.codec import DamageError, JsonObject, as_json, canonical_json, short_hash
 from quarantune.values.configs import Config
+from quarantune.values.errors import DifferentProgramError, TuningFailedError
 from quarantune.values.options import Options
 from quarantune.values.space import Space
-from quarantune.values.trial import (
-    UNSETTLED,
-    DifferentProgramError,
-    Outcome,
-    Phase,
-    Route,
-    Trial,
-    TuningFailedError,
-    lowered_half,
-)
+from quarantune.values.trial import UNSETTLED, Outcome, Phase, Route, Trial, lowered_half
 
 _HEARTBEAT_S = 1.0
 """Seconds between two refreshes of a tuning job's claim."""

@@ -39,9 +39,10 @@ from quarantune.tuning.job import TuningJob
 from quarantune.tuning.outcome import call_result, failed_sweep, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
+from quarantune.values.errors import SandboxError, TuningFailedError
 from quarantune.values.options import SURROGATE, Options
 from quarantune.values.space import Space
-from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
+from quarantune.values.trial import Findings, Outcome, Searched, Trial
 
 _logger = logging.getLogger("quarantune")
 

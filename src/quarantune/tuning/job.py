@@ -40,20 +40,19 @@ from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.errors import DifferentProgramError, TuningFailedError
 from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.trial import (
     READY,
     SAME,
     UNSETTLED,
     UNTUNED,
-    DifferentProgramError,
     Findings,
     Interval,
     Outcome,
     Phase,
     Searched,
     Trial,
-    TuningFailedError,
     count_outcomes,
     interval_text,
     pruned_trial,

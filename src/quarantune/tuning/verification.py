@@ -24,10 +24,11 @@ from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.blocks import settings
 from quarantune.values.codec import JsonObject, decode_json, text_of
 from quarantune.values.configs import Config
+from quarantune.values.errors import SandboxError, TuningFailedError
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.texts import call_text, first_line
-from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
+from quarantune.values.trial import TIME, Findings, Outcome, Trial, ranked_by
 
 _logger = logging.getLogger("quarantune")
 

@@ -1,4 +1,4 @@
-"""The record of a trial, the findings of a sweep, the figures of compilers, and the errors of public functions."""
+"""The record of a trial, the findings of a sweep, and the figures of compilers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import collections
 import dataclasses
 import enum
 import math
-import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -91,9 +90,6 @@ class Route(enum.StrEnum):
     """One worker compiled, the caller's own process measured."""
     IN_PROCESS = "in_process"
     """No worker: the caller's own process ran it, by the operator's choice or because the program cannot leave it."""
-
-
-# --- programs and their devices ---
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,9 +208,6 @@ def lowered_half(program: str) -> str:
     It is empty if the program's text does not show the whole program; see `transport.programs.identity`.
     """
     return program.partition(".")[2]
-
-
-# --- trials ---
 
 
 def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
@@ -423,9 +416,6 @@ def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     return dict(collections.Counter(trial.outcome.value for trial in trials))
 
 
-# --- findings ---
-
-
 def _interval(ends: tuple[float, float]) -> tuple[float, float]:
     if not 0.0 <= ends[0] <= ends[1] < math.inf:
         raise ValueError("it is not an interval")
@@ -583,82 +573,3 @@ def ratio_text(ratio: float) -> str:
 def interval_text(interval: tuple[float, float] | None) -> str:
     """Returns an interval of ratios as text, such as `1.95x to 2.10x`; empty for None."""
     return "" if interval is None else " to ".join(map(ratio_text, interval))
-
-
-# --- errors ---
-
-
-class ShownSweep(Protocol):
-    """A sweep without a winner that can be shown; `results` has the class."""
-
-    def table(self, *, width: int | None = None) -> str:
-        """Returns the trials as a table."""
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trials as a page."""
-
-
-class TuningFailedError(RuntimeError):
-    """Every config failed.
-
-    Attributes:
-        trials: every trial, in the order of the configs.
-        key: the cache key of the problem.
-        sweep: the sweep that `table` and `report` show; None if nothing has run.
-    """
-
-    def __init__(self, message: str, *, trials: Sequence[Trial], key: str, sweep: ShownSweep | None = None) -> None:
-        super().__init__(message)
-        self.trials = tuple(trials)
-        self.key = key
-        self.sweep = sweep
-
-    def table(self, *, width: int | None = None) -> str:
-        """Returns the trials as a table, with the reason for each failure; the message if nothing has run.
-
-        Args:
-            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
-        """
-        return str(self) if self.sweep is None else self.sweep.table(width=width)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trials as one self-contained HTML page, with their messages and logs.
-
-        Args:
-            path: the file, such as `matmul.html`; an earlier one is replaced.
-
-        Raises:
-            ValueError: nothing has run, so there is nothing to show.
-            OSError: the file cannot be written; an earlier one is unchanged.
-        """
-        if self.sweep is None:
-            raise ValueError(f"nothing has run, so there is nothing to report on: {self}")
-        self.sweep.report(path)
-
-
-class CacheMissError(LookupError):
-    """Nothing is cached for this call, and `ON_MISS` is `error`."""
-
-
-class ReferenceFailedError(RuntimeError):
-    """`ref_fn` itself failed, so that no config can be judged."""
-
-
-class DifferentProgramError(RuntimeError):
-    """Workers trace another program than the caller, so their findings do not apply to the caller's program."""
-
-    def __init__(self, name: str, difference: str) -> None:
-        super().__init__(
-            f"{name}: workers run another program than this process: {difference}. A value that this program has set "
-            f"is not set in workers, because the function's code does not name it: pass it to the function as an "
-            f"argument, or set it when the function's module is imported. To tune in this process instead, set "
-            f"QUARANTUNE_ISOLATION=none"
-        )
-
-
-class SandboxError(RuntimeError):
-    """The sandbox itself failed: no worker started, or none stayed alive."""
-
-
-class EngineError(RuntimeError):
-    """An executor, or every machine that it offered, could not run a sweep."""

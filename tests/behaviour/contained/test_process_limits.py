@@ -25,7 +25,7 @@ PROGRAM = """
 import functools, json, os, sys, threading, time
 import jax, numpy as np
 import quarantune
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 CONFIGS = json.loads(sys.argv[1])
 

@@ -17,13 +17,13 @@ from helpers import python
 from quarantune.sandbox import pool, shortages, template, wire
 from quarantune.sandbox.messages import Probe
 from quarantune.values import codec
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 PROGRAM = """
 import functools, os, resource, sys
 import jax, numpy as np
 import quarantune
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 from quarantune.sandbox import template
 
 PAYLOAD = os.urandom(int(sys.argv[3]))
@@ -97,7 +97,7 @@ from pathlib import Path
 import jax, numpy as np
 import quarantune
 from quarantune.host import machine
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 @quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1, name="kernel", ref_fn=None, memory_limit="2GB")
 @jax.jit(static_argnames=["n"])

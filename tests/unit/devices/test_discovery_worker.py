@@ -11,7 +11,7 @@ from helpers import python
 
 from quarantune.devices import discovery
 from quarantune.sandbox import template
-from quarantune.values.trial import SandboxError
+from quarantune.values.errors import SandboxError
 
 HANGING_PLUGIN = """
 import time

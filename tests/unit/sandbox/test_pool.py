@@ -39,8 +39,9 @@ from quarantune.sandbox.workforce import Event
 from quarantune.sweep import routes
 from quarantune.transport import payload
 from quarantune.values import codec
+from quarantune.values.errors import SandboxError
 from quarantune.values.options import Options
-from quarantune.values.trial import CompileTarget, SandboxError
+from quarantune.values.trial import CompileTarget
 from quarantune.worker.arguments import BenchOptions
 
 OPTIONS = BenchOptions.of("cpu", Options(warmup=0, rep=1))

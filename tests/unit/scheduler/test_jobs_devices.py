@@ -39,7 +39,8 @@ from quarantune.scheduler.routes.apart import Cheaply
 from quarantune.values import codec
 from quarantune.values.codec import DamageError
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Route, SandboxError, Trial
+from quarantune.values.errors import SandboxError
+from quarantune.values.trial import Outcome, Route, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 

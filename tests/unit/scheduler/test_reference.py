@@ -32,7 +32,8 @@ from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.codec import DamageError
-from quarantune.values.trial import ArrayKind, ReferenceFailedError, Route
+from quarantune.values.errors import ReferenceFailedError
+from quarantune.values.trial import ArrayKind, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 

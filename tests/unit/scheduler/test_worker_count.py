@@ -25,7 +25,8 @@ from scripted import (
 
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
-from quarantune.values.trial import ReferenceFailedError, Route
+from quarantune.values.errors import ReferenceFailedError
+from quarantune.values.trial import Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
