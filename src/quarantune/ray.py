@@ -21,8 +21,10 @@ def executor(**options: Any) -> Executor:
         ImportError: This Python lacks Ray.
 
     Example:
-        >>> with quarantune.settings(executor=quarantune.ray.executor(num_gpus=1)):  # doctest: +SKIP
-        ...     matmul(a, b)
+        A cluster is needed, so no test runs this::
+
+            with quarantune.settings(executor=quarantune.ray.executor(num_gpus=1)):
+                matmul(a, b)
     """
     try:
         import ray

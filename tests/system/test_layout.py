@@ -122,7 +122,7 @@ COVERED_BY = {
     "values/forgetting.py": "behaviour/remembered/test_changed_settings.py",
     "values/options.py": "unit/sandbox/test_pool.py",
     "values/texts.py": "unit/results/test_progress.py",
-    "values/trial.py": "behaviour/contained/test_shortages.py",
+    "values/trial.py": "unit/measure/test_finals.py",
     "worker/arguments.py": "unit/sandbox/test_pool.py",
     "worker/bench.py": "behaviour/correct_winner/test_pristine_arguments.py",
     "worker/compiling.py": "unit/measure/test_rounding.py",
