@@ -106,7 +106,7 @@ def test_settings_beat_the_environment_in_their_own_thread_only(name: str, monke
 @pytest.mark.parametrize(
     ("variable", "value", "accepted"),
     [
-        ("ON_MISS", "maybe", "'tune', 'default', 'nearest' or 'error'"),
+        ("ON_MISS", "maybe", "'tune', 'default', 'nearest', 'rule' or 'error'"),
         ("TIMEOUT", "soon", "a number of seconds above 0"),
         ("DISABLE_CACHE", "perhaps", "0 or 1"),
         ("MEMORY_LIMIT", "lots", "bytes, or a number with a unit"),
