@@ -13,7 +13,8 @@ from made_up_profiles import plane, xspace
 
 from quarantune.functions.profile_scope import config_id
 
-pytestmark = pytest.mark.timeout(600)
+# JAX 0.12 warns so of its own class; as an error, the warning ends the process.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")]
 
 _KERNELS = """
 import jax, jax.numpy as jnp, quarantune
@@ -52,8 +53,8 @@ _NAMES = {"kernels.project", "kernels.attend", "kernels.normalize", "kernels.act
 def _by_hand_ms(profile: Path) -> float:
     """Returns the time of all operations, without the loops around others."""
     [file] = profile.rglob("*.xplane.pb")
-    planes = ProfileData.from_file(str(file)).planes
-    events = (event for each in planes for line in each.lines for event in line.events)
+    profile_data = ProfileData.from_file(str(file))
+    events = (event for each in profile_data.planes for line in each.lines for event in line.events)
     ran = [event for event in events if "hlo_op" in dict(event.stats) and not event.name.startswith(("while", "call"))]
     return sum(event.duration_ns for event in ran) / 1e6
 

@@ -13,6 +13,9 @@ from made_up_profiles import plane, runs, tpu, xspace
 
 from quarantune.measure.xspace import MOST_BYTES, Plane, ProfileError, read, read_file
 
+# JAX 0.12 warns so of its own class; as an error, the warning ends the process.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+
 _MAKE = """
 import jax, jax.numpy as jnp, sys
 f = jax.jit(lambda x: jnp.tanh(x @ x).sum())

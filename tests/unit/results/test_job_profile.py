@@ -14,6 +14,9 @@ from made_up_profiles import plane, tpu, xspace
 from quarantune.measure.xspace import ProfileError, read, read_file
 from quarantune.results.job_profile import JobTime, TunedWork, job_time
 
+# JAX 0.12 warns so of its own class; as an error, the warning ends the process.
+pytestmark = pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
+
 _SCOPE = "jit(step)/quarantune/kernels.mm/3f2a99aa1b77"
 _WORK = TunedWork("kernels.mm", "3f2a99aa", "1b77")
 
