@@ -75,7 +75,7 @@ with quarantune.settings(**options):
             raise AssertionError("another program was tuned")
         assert kernel.lookup(X) is None
     left = [name for _, _, names in os.walk(os.environ["QUARANTUNE_CACHE_DIR"]) for name in names]
-    assert all(name.endswith((".lock", ".keys")) for name in left), left
+    assert all(name.endswith((".lock", ".keys", ".sweep")) for name in left), left
     kernels.other(X)
     assert kernels.other.lookup(X) is not None
 from aftermath import eventually, left_of

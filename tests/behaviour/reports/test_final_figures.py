@@ -224,7 +224,7 @@ def test_a_table_has_finalists_above_configs_ruled_out() -> None:
         ["3", "ok", "2.2"],
     ]
     assert "speed-up of *: 3.00x to 3.20x in 95 of 100 later runs" in result.table(width=100)
-    assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in result.table(width=100)
+    assert "* n=1 won the final" in result.table(width=100)
     assert [row["speedup"] for row in result.to_dicts()] == [None, 1.0, 3.1, None]
 
 
@@ -269,7 +269,7 @@ def test_the_final_of_another_winner_is_not_drawn(cache_dir: Path) -> None:
     store.merge("chained", {device: {key: {**entry, "time_ms": entry["time_ms"] / 2}}})
     (other,) = cached_results(cache_dir, "chained")
     assert other.result.finalists == ()
-    assert "before the finalists were compared" in other.note
+    assert "before the final" in other.note
     assert conclusions(cache_dir, "chained", device, key).records()
     tried = [record["trial"]["config"]["n"] for record in Journal(cache_dir, "chained", device, key).records()]
     assert set(tried) == {3, 30}

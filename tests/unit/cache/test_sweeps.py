@@ -344,14 +344,21 @@ def test_a_browser_loads_the_page_again_until_the_end(cache_dir: Path, tmp_path:
         page.write_text(render([unfinished.data_of(only(cache_dir))], reload_s=0.2))
         window.open(page)
         assert heading() == "Tuning report · running: 1 of 4 configs"
-        window.run(
+        choose = (
             "const filter = document.getElementById('filter'); filter.value = 'n=0';"
-            "filter.dispatchEvent(new Event('input', { bubbles: true })); document.getElementById('theme').click()"
+            "filter.dispatchEvent(new Event('input', { bubbles: true }));"
+            "if (document.documentElement.dataset.theme !== 'dark') document.getElementById('theme').click()"
         )
+        kept = "return [document.documentElement.dataset.theme, document.getElementById('filter').value]"
+
+        def is_chosen() -> bool:
+            """Chooses again if the page was just being loaded anew."""
+            return window.run(kept) == ["dark", "n=0"] or bool(window.run(choose))
+
+        assert eventually(is_chosen)
         begun(cache_dir, ended=2, default={"n": 0})
         page.write_text(render([unfinished.data_of(only(cache_dir))], reload_s=0.2))
         assert eventually(lambda: heading() == "Tuning report · running: 2 of 4 configs")
-        kept = "return [document.documentElement.dataset.theme, document.getElementById('filter').value]"
         assert window.run(kept) == ["dark", "n=0"]
         assert window.complaints() == []
         page.write_text(render([unfinished.data_of(only(cache_dir))]))

@@ -891,7 +891,7 @@ def test_a_fresh_machine_needs_nothing_but_the_package(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("filled")
 def test_commands_that_need_no_jax_do_not_import_it(tmp_path: Path) -> None:
     script = (
-        "import sys; from quarantune.cli import main; "
+        "import sys; from quarantune.cli.entry_point import main; "
         "codes = [main(words.split()) for words in sys.argv[1:]]; print(codes, 'jax' in sys.modules)"
     )
     commands = ["cache list", "cache show", "cache verify", "cache prune", f"cache export {tmp_path / 'out'}"]
