@@ -170,7 +170,7 @@ def test_a_config_fails_only_by_its_full_program(compiles: Compiles, fails: str,
 
 @pytest.mark.slow
 def test_a_search_looks_at_cheap_times_first(compiles: Compiles) -> None:
-    result = tuned({"turns": [2**n for n in range(8)]}, search="random", max_trials=5, seed=3).tune(X)
+    result = tuned({"turns": [1, 2, 4, 8, 16, 32, 4096, 8192]}, search="random", max_trials=5, seed=3).tune(X)
     tried = turns_of(trial.config for trial in result.trials)
     assert len(tried) == 5
     assert turns_of(compiles.cheaply) >= tried

@@ -310,6 +310,7 @@ def scale(x, n: int = 300):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_fit_recorded_calls_and_sample_the_true_loss(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text(MODULE)
     use = "import jax.numpy as jnp, kernels, sys\nfor n in map(int, sys.argv[1:]): kernels.scale(jnp.ones(n))\n"
