@@ -91,9 +91,9 @@ def bits_of(trials: Sequence[Trial], *, best: Trial | None, defaults: Trial | No
     known_ms = [*trials, *([] if defaults is None or defaults in trials else [defaults])]
     if best is None or not best.time_ms or (fastest := _fastest(known_ms, best)) is None:
         return BitsReport(tunables, is_whole)
-    price = 1.0 if fastest is best else _ms(fastest) / best.time_ms
-    is_bound = fastest.outcome is Outcome.SLOW
-    return BitsReport(tunables, is_whole, fastest.config, _ms(fastest), price, is_bound)
+    shown_ms = fastest.time_ms or _ms(fastest)  # the time in tables, which is a bound for one that was stopped early
+    price = 1.0 if fastest is best else shown_ms / best.time_ms
+    return BitsReport(tunables, is_whole, fastest.config, shown_ms, price, fastest.is_bound)
 
 
 def exact_winner(trials: Collection[Trial], best: Trial) -> Trial | None:
