@@ -321,7 +321,7 @@ def test_a_winner_whose_bits_have_changed_is_stale(cache_dir: Path) -> None:
         tuned.tune(X)
     (file,) = cache_dir.glob("exact.json")
     cache = quarantune.TuningCache(cache_dir)
-    assert [entry.verdict.value for entry in cache.verify(tuned).entries] != ["stale"]
+    assert [entry.verdict.value for entry in cache.verify(tuned).entries] in (["current"], ["unclear"])
     ((device, ((key, entry),)),) = [(device, each.items()) for device, each in json.loads(file.read_text()).items()]
     entry = {name: value for name, value in entry.items() if name != "program"} | {"config": {"do": "next"}}
     file.write_text(json.dumps({device: {key: entry}}))

@@ -107,7 +107,7 @@ def test_a_result_has_no_compiler_options_its_config_lacked(tmp_path: Path, swee
     assert loaded.best_config == {"n": 2}
     np.testing.assert_array_equal(loaded.fn(X), X * 3)
     (verified,) = TuningCache().verify(fn).entries
-    assert verified.verdict != "unknown", "a call finds it"
+    assert verified.verdict in ("current", "stale", "unclear"), "a call finds it"
     given = [{"n": 2, "compiler_options": {}}, configs[1]]
     assert scaled(given, name="given").tune(X).best_config == given[0]
 
