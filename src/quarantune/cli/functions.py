@@ -32,7 +32,7 @@ from quarantune.api.tune_many import MOST, tune_many
 from quarantune.api.tuner import Tuned
 from quarantune.calls.call import BoundCall
 from quarantune.calls.rebuilt import described_arguments, described_settings
-from quarantune.cli import calls, profiled
+from quarantune.cli import calls
 from quarantune.cli.call_texts import GivenCall
 from quarantune.cli.output import (
     DONE,
@@ -204,6 +204,8 @@ def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Pa
     named, found = recorded_calls(options, recording)
     document: JsonObject = {}
     if options.profile is not None:
+        from quarantune.cli import profiled  # few commands read a profile
+
         job = profiled.read(options.profile, blocks.current(), found)
         document, found = job.show(out), job.to_tune()
         if options.dry_run:
