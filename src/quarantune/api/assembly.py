@@ -16,6 +16,7 @@ from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import assignment_in_force
 from quarantune.host.locks import lazy
 from quarantune.host.process import without_collections
+from quarantune.values.options import ROUNDING
 
 if TYPE_CHECKING:
     from quarantune.answers.ranks import Agreed, Agreement
@@ -126,7 +127,12 @@ class Rungs:
         return None
 
     def _from_others(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns a config that was measured for other calls, if `ON_MISS` asks for one."""
+        """Returns a config that was measured for other calls, if `ON_MISS` asks for one.
+
+        Bits were compared for the measured calls only. So a call with exact numerics gets no such config.
+        """
+        if call.call.function.options.numerics != ROUNDING:
+            return None
         if now.settings.on_miss == "nearest" and not now.start_over:
             from quarantune.answers.nearest import nearest
 

@@ -498,27 +498,29 @@ class BoundMethod(Generic[_P, _R]):
     """A tuned function bound to an instance, as a method is."""
 
     __wrapped__: Callable[..., _R]
+    __qualname__: str
 
     def __init__(self, function: Any, instance: object) -> None:
         functools.update_wrapper(self, function)
-        self._instance = instance
+        self.instance = instance
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method with the best config for these arguments."""
         try:
-            return self.__wrapped__(self._instance, *args, **kwargs)
+            return self.__wrapped__(self.instance, *args, **kwargs)
         except KeyboardInterrupt as error:
             hide_own_frames(error)
             raise
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("tune", "lookup", "default", "lower", "trace", "eval_shape"):
-            raise AttributeError(f"{type(self.__wrapped__).__name__!r} object has no attribute {name!r}")
-        return functools.partial(getattr(self.__wrapped__, name), self._instance)
+            hint = f": use {self.__qualname__}.{name}, with calls that begin with the object"
+            raise AttributeError(f"a tuned method has no {name!r}{hint if hasattr(self.__wrapped__, name) else ''}")
+        return functools.partial(getattr(self.__wrapped__, name), self.instance)
 
     def __reduce__(self) -> Any:
         """Pickles and copies the function and the instance, as a method does."""
-        return BoundMethod, (self.__wrapped__, self._instance)
+        return BoundMethod, (self.__wrapped__, self.instance)
 
 
 class AutoTuner(Tuned):

@@ -15,6 +15,7 @@ from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
 from quarantune.cache.problems import CacheWriteError
+from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments
@@ -94,6 +95,8 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     if not now.settings.disable_cache:
         entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
         entry["calls"] = [share.to_json() for share in shares]
+        if "arguments" in entry:
+            entry["arguments"] = [each.arguments for each in described]
         try:
             open_store(now.settings).put(*first.id, entry)
         except CacheWriteError as error:
@@ -110,6 +113,8 @@ def given_arguments(call: Any) -> Arguments:
     """
     if isinstance(call, RecordedCall) and call.call is not None:
         return call.call
+    if isinstance(call, BoundCall):
+        return call.args, call.kwargs
     if not isinstance(call, (tuple, list, Mapping)):
         raise TypeError(
             f"{shown(call)} is not a call: give a tuple of positional arguments, or a dict of keyword arguments"

@@ -8,7 +8,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune.answers.recording import RecordedCall
-from quarantune.api.autotune import Autotuned, AutoTuner, read_context
+from quarantune.api.autotune import BoundMethod, read_context
+from quarantune.api.tuner import Tuned
 from quarantune.functions.binding import Arguments
 from quarantune.host.frames import own_frames_hidden
 from quarantune.results.result import TuningResult
@@ -31,8 +32,8 @@ def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Execut
     problem's whole space, several machines share the problem. Calls with the same key are tuned once.
 
     Args:
-        calls: for each call a tuple of an autotuned function or an `AutoTuner`, its positional arguments as a tuple,
-            and, if there are any, its keyword arguments as a dict; or a call from `recording` or `calls_in`.
+        calls: for each call a tuple of a tuned function or an `AutoTuner`, its positional arguments as a tuple, and, if
+            there are any, its keyword arguments as a dict; or a call from `recording` or `calls_in`.
         executor: a `concurrent.futures.Executor`; None for the setting `executor`. Without either, this machine tunes
             one call after another.
 
@@ -77,7 +78,9 @@ def _tune_of(call: Any) -> _Tune:
     if not isinstance(call, (tuple, list)) or len(call) not in (2, 3):
         raise TypeError(f"{shown(call)} is not a call to tune for: {advice}")
     function, args, kwargs = (*call, {})[:3]
-    if not isinstance(function, (Autotuned, AutoTuner)):
+    if isinstance(function, BoundMethod) and isinstance(args, (tuple, list)):
+        function, args = function.__wrapped__, (function.instance, *args)
+    if not isinstance(function, Tuned):
         raise TypeError(f"{shown(function)} is neither an autotuned function nor an AutoTuner: {advice}")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise TypeError(f"the arguments of {shown(function)} are {shown(args)} and {shown(kwargs)}: {advice}")

@@ -265,15 +265,15 @@ class TuningCache:
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
-        The function's `supply` makes the arguments from each entry's shapes, dtypes and static values. Without
-        `retune`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
+        The function's `supply` makes the arguments from each entry's shapes, dtypes and static values, under the JAX
+        settings of the entry. A winner that `tune_for` chose is measured for all its calls. Without `retune`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
         imports names from a cache, so it needs the functions.
 
         Args:
             *functions: the tuned functions: objects from `autotune` or `AutoTuner`, or texts such as
                 `"kernels:matmul"`, which this imports.
             arguments: takes the key of an entry, and returns positional and keyword arguments to measure with; None
-                makes them from the key. A function with a `key_fn` needs it, and so do arguments on several devices.
+                makes them from the entry. An entry of an earlier version needs it if the function has a `key_fn`.
             max_loss_percent: slowdown in percent, compared with the saved time, above which a winner is stale. None
                 compares winners with the defaults alone.
             retune: whether to tune again each call whose winner is stale or only estimated, and save the result.
@@ -298,6 +298,7 @@ class TuningCache:
             >>> print(TuningCache(directory / "tuned").verify(scale))
             1 current
         """
+        from quarantune.api.tune_for import tune_for
         from quarantune.api.tuner import Tuner
         from quarantune.tuning import verification
 
@@ -310,6 +311,7 @@ class TuningCache:
                 tuned,
                 arguments,
                 tune=lambda call: Tuner(call.function).tune(call),
+                tune_for=lambda calls, weights, by: tune_for(Tuner(calls[0].function), calls, weights, by),
                 complete=self._complete,
                 max_loss_percent=max_loss_percent,
                 retune=retune,
@@ -357,8 +359,11 @@ def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:
 
 def _tuned(function: Any) -> TunedFunction:
     from quarantune.api.autotune import Autotuned, AutoTuner
+    from quarantune.api.tuner import Tuned
 
     found = _imported(function) if isinstance(function, str) else function
+    if isinstance(found, Tuned) and not isinstance(found, (Autotuned, AutoTuner)):
+        raise TypeError(f"{found!r} tunes kernels in their context, and verify measures kernels alone: give its kernels")
     if not isinstance(found, (Autotuned, AutoTuner)):
         shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
         raise TypeError(f"{shown!r} is not a tuned function: give the result of @quarantune.autotune, or an AutoTuner")

@@ -366,7 +366,8 @@ class BoundCall:
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
             found = checked_config(raw, fn_name=self.name)
             self.function.check([found])
-            return found or None
+            # An empty config stands for defaults that JSON cannot hold.
+            return found if found or (self.untuned is not None and not self.defaults) else None
         return None
 
     @lazy

@@ -12,7 +12,7 @@ from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.cache.store import Store
-from quarantune.results.report_data import PlainResult, ResultData
+from quarantune.results.report_data import CallShare, PlainResult, ResultData
 from quarantune.rules.rule import FIELD, Rule
 from quarantune.values.codec import JsonObject, canonical_json, frozen, text_of
 from quarantune.values.configs import format_config
@@ -64,10 +64,13 @@ def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
 def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     """Returns the result in an entry, with the trials that the journals have of it."""
     name, key, device = cache_key
-    trials = {text_of(trial.config): trial for trial in Journal(directory, name, device, key).trials()}
+    shares, by = _shares(entry)
+    # Several calls together have no journal: one of this key is of a sweep for one of them.
+    journal = [] if shares else Journal(directory, name, device, key).trials()
+    trials = {text_of(trial.config): trial for trial in journal}
     finalists, tie, default = [], [], None
     findings, is_concluded = Findings.from_json(entry), False
-    for record in conclusions(directory, name, device, key).records()[-1:]:
+    for record in [] if shares else conclusions(directory, name, device, key).records()[-1:]:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             default = None if record["default"] is None else frozen(record["default"])
             found = [Trial.from_json(trial) for trial in record["finalists"]]
@@ -94,6 +97,8 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
         trials=tuple(trials.values()),
         tie=tuple(tie),
         versions=entry.get("versions") or {},
+        calls=shares,
+        by=by,
     )
     if findings.is_estimate:
         origin = findings.text()
@@ -104,3 +109,12 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     else:
         origin = "The times of the other trials are from their first measurement, before the final."
     return ResultData(result, entry.get("key_values"), origin)
+
+
+def _shares(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
+    """Returns the calls that an entry was tuned for together, and by what; none for others, or if they are malformed."""
+    try:
+        shares = tuple(map(CallShare.from_json, entry.get("calls", ())))
+        return shares, str(entry["search"]["name"]).rpartition(" ")[2] if shares else ""
+    except (KeyError, TypeError, ValueError):
+        return (), ""

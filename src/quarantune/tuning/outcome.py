@@ -126,6 +126,7 @@ def entry_for(
         "config": as_json(config),
         **{name: found[name] for name in ("time_ms", "default_time_ms", "speedup_interval")},
         "key_values": keyed.readable,
+        **({"arguments": [keyed.arguments]} if keyed.call.function.options.key_fn is not None else {}),
         "fingerprint": keyed.call.function.fingerprint.parts,
         "space": keyed.call.space,
         "versions": versions.versions(),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from quarantune.answers import saved_program
 from quarantune.answers.layers import changed_versions, dict_or_empty
@@ -17,20 +20,23 @@ from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
-from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
+from quarantune.calls.rebuilt import CannotRebuildError, described_arguments, described_settings, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
 from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.blocks import settings
-from quarantune.values.codec import JsonObject, decode_json, text_of
+from quarantune.values.codec import JsonObject, decode_json, is_number, text_of
 from quarantune.values.configs import Config
 from quarantune.values.errors import SandboxError, TuningFailedError
 from quarantune.values.forgetting import forget_choices
-from quarantune.values.options import BITWISE, ROUNDING
+from quarantune.values.options import BATCH_INVARIANT, BITWISE, ROUNDING
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, Trial, ranked_by
 
 _logger = logging.getLogger("quarantune")
+
+TuneFor: TypeAlias = Callable[[Sequence[BoundCall], Sequence[float], str], TuningResult]
+"""Tunes one config for several calls: takes the calls, their weights, and `total` or `worst`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ def verify(
     arguments: Callable[[CacheKey], Arguments | None] | None,
     *,
     tune: Tune,
+    tune_for: TuneFor,
     complete: Callable[[CacheKey, JsonObject], None],
     max_loss_percent: float | None = None,
     retune: bool = False,
@@ -126,31 +133,48 @@ def verify(
         functions: the functions of the entries; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
         tune: tunes for a call of a function now.
+        tune_for: tunes for several calls now, for a winner that was chosen for several.
         complete: takes the key of a current entry that lacks its program, and the result of `measured_program`.
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
         retune: whether to measure all configs again if a winner is stale or was only estimated.
     """
     # A demand of the operator for other numerics gives an entry of its own.
     found = []
-    given = dict.fromkeys(each.under(numerics) for each in functions for numerics in (None, ROUNDING, BITWISE))
+    given = dict.fromkeys(
+        each.under(numerics)
+        for each in functions
+        for numerics in (None, ROUNDING, BITWISE, BATCH_INVARIANT)
+        if numerics != BATCH_INVARIANT or each.options.check_batch is not None
+    )
     for record in (record for record in records if "rule" not in record.entry):
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
-        verdicts = [_verify(record, function, arguments) for function in named]
-        verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
-        verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
-        if isinstance(verified, tuple):
-            verified = _measured(record, *verified, tune, max_loss_percent, retune=retune, complete=complete)
+        with _settings_of(record.key):
+            verdicts = [_verify(record, function, arguments) for function in named]
+            verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
+            verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
+            if isinstance(verified, tuple):
+                again = functools.partial(_tuned_again, record.entry, verified[0], tune, tune_for) if retune else None
+                verified = _measured(record, *verified, tune, max_loss_percent, again=again, complete=complete)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
 
 
+@contextlib.contextmanager
+def _settings_of(key: CacheKey) -> Iterator[None]:
+    """Applies the JAX settings of a key for the duration of a block, if JAX accepts them."""
+    with contextlib.ExitStack() as block:
+        with contextlib.suppress(Exception):  # a file may hold anything; otherwise the call has another key
+            block.enter_context(described_settings(dict_or_empty(decode_json(key.problem_size).get("jax"))))
+        yield
+
+
 def _verify(
     record: CacheRecord, function: TunedFunction, arguments: Callable[[CacheKey], Arguments | None] | None
-) -> Verified | tuple[KeyedCall, Config]:
-    """Returns the call and the config to measure, or a verdict if no call of the function finds the entry now."""
+) -> Verified | tuple[list[KeyedCall], Config]:
+    """Returns the calls and the config to measure, or a verdict if no call of the function finds the entry now."""
     fingerprint = function.fingerprint
     if _code_of(record.key) != fingerprint.digest:
         differences = fingerprint.differences(dict_or_empty(record.entry.get("fingerprint")))
@@ -158,17 +182,20 @@ def _verify(
         return _verified(record, Verdict.UNUSED, f"the function's code has changed{changed}")
     try:
         given = None if arguments is None else arguments(record.key)
-        args, kwargs = rebuilt(record.key.problem_size, function) if given is None else given
         with settings(numerics=function.options.numerics):
-            call = saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
-        now = keyed(call)
+            calls = [
+                saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
+                for args, kwargs in (_rebuilt(record, function) if given is None else [given])
+            ]
+        all_now = [keyed(call) for call in calls]
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
     except (TypeError, ValueError, SandboxError) as error:
         return _verified(record, Verdict.UNKNOWN, f"its arguments do not fit the function: {first_line(error)}")
+    (now, *_), (call, *_) = all_now, calls
     if now.id.device != record.key.device:
         return _verified(record, Verdict.UNKNOWN, f"it is for another device; this machine has {now.id.device}")
-    if now.id.key != record.key.problem_size:
+    if any(each.id.key != record.key.problem_size for each in all_now):
         origin = "the arguments given" if given is not None else "arguments made from its key"
         return _verified(record, Verdict.UNKNOWN, f"{origin} have another key under the JAX settings of this process")
     config = call.find(record.entry.get("config"))
@@ -178,20 +205,39 @@ def _verify(
         return _verified(record, Verdict.UNUSED, "the list of configs has changed, so a call tunes again")
     if not changed_versions(record.entry) and (difference := saved_program.why_another(record.entry, now, config)):
         return _verified(record, Verdict.UNUSED, f"a call runs another program than the measured one: {difference}")
-    return now, config
+    return all_now, config
+
+
+def _rebuilt(record: CacheRecord, function: TunedFunction) -> list[Arguments]:
+    """Returns the arguments of the calls that an entry was measured for; the key has them only without a `key_fn`."""
+    described = record.entry.get("arguments")
+    if function.options.key_fn is None or not (isinstance(described, list) and described):
+        return [rebuilt(record.key.problem_size, function)]
+    return [described_arguments(dict(each), function) for each in described]
 
 
 def _measured(
     record: CacheRecord,
-    keyed: KeyedCall,
+    calls: Sequence[KeyedCall],
     config: Config,
     tune: Tune,
     max_loss_percent: float | None,
     *,
-    retune: bool,
+    again: Callable[[], TuningResult] | None,
     complete: Callable[[CacheKey, JsonObject], None],
 ) -> Verified:
-    """Measures one winner again, and replaces it by a new sweep if that is due and `retune` is set."""
+    """Measures one winner again, for all its calls, and replaces it by a new sweep if that is due.
+
+    Args:
+        record: the entry.
+        calls: its calls.
+        config: its config.
+        tune: tunes for a call now.
+        max_loss_percent: see `verify`.
+        again: tunes for the calls anew; None if a stale winner stays.
+        complete: see `verify`.
+    """
+    keyed = calls[0]
     call, default = keyed.call, keyed.call.own_defaults
     configs = [config, *([default] if default not in (None, config) else [])]
     saved, most = Findings.from_json(record.entry), max_loss_percent or math.inf
@@ -199,7 +245,8 @@ def _measured(
     judged = Review(Verdict.UNCLEAR, "")
     try:
         while judged.verdict is Verdict.UNCLEAR and len(looks) < MOST_LOOKS:
-            looks.append(_looked_at(call, configs, tune))
+            each = [_looked_at(it.call, configs, tune) for it in calls]
+            looks.append(_together(each, _weights(record.entry, len(calls))))
             judged = judge(looks, saved, config=config, default=default, max_loss_percent=most)
     except (SandboxError, TypeError, ValueError) as error:
         return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {first_line(error)}")
@@ -212,11 +259,11 @@ def _measured(
         winner = dataclasses.replace(last.trials[0], config=config)
         complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
     is_estimate = found.verdict is Verdict.CURRENT and saved.is_estimate
-    if not retune or not (is_estimate or found.verdict is Verdict.STALE):
+    if again is None or not (is_estimate or found.verdict is Verdict.STALE):
         return found
     try:
-        result = tune(call)
-    except (SandboxError, TuningFailedError) as error:
+        result = again()
+    except (SandboxError, TuningFailedError, ValueError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
@@ -231,6 +278,43 @@ def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResu
         return error.trials[0]
     winner = result.trials[0]
     return result if winner.outcome in (Outcome.OK, Outcome.SLOW) else winner
+
+
+def _weights(entry: Entry, count: int) -> list[float]:
+    """Returns the weights of the calls of an entry; 1 for each if the entry has no weights for so many calls."""
+    shares = entry.get("calls")
+    found = [dict_or_empty(share).get("weight") for share in (shares if isinstance(shares, list) else [])]
+    weights = [float(it) for it in found if is_number(it) and 0 < it < math.inf]
+    return weights if len(weights) == count else [1.0] * count
+
+
+def _together(looks: Sequence[TuningResult | Trial], weights: Sequence[float]) -> TuningResult | Trial:
+    """Returns the sweeps of several calls as one with weighted mean times; the first failure if a call failed."""
+    results = [look for look in looks if isinstance(look, TuningResult)]
+    if len(looks) == 1 or len(results) < len(looks):
+        return next((look for look in looks if isinstance(look, Trial)), looks[0])
+
+    def mean(times_ms: Sequence[float | None]) -> float | None:
+        known = [time_ms for time_ms in times_ms if time_ms]
+        return sum(map(operator.mul, weights, known)) / sum(weights) if len(known) == len(times_ms) else None
+
+    first, winner = results[0], results[0].trials[0]
+    time_ms = mean([result.trials[0].time_ms for result in results])
+    return dataclasses.replace(
+        first,
+        trials=(dataclasses.replace(winner, time_ms=time_ms), *first.trials[1:]),
+        time_ms=math.nan if time_ms is None else time_ms,
+        default_time_ms=mean([result.default_time_ms for result in results]),
+        speedup_interval=None,
+    )
+
+
+def _tuned_again(entry: Entry, calls: Sequence[KeyedCall], tune: Tune, tune_for: TuneFor) -> TuningResult:
+    """Tunes again for the calls of an entry, as it was tuned: for one call, or for several together."""
+    _, for_many, by = str(dict_or_empty(entry.get("search")).get("name")).partition("tune_for by ")
+    if not for_many:
+        return tune(calls[0].call)
+    return tune_for([each.call for each in calls], _weights(entry, len(calls)), by)
 
 
 def swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:

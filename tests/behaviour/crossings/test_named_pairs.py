@@ -1,0 +1,279 @@
+"""Pairs of features that once failed where they met, each with the fault that it had."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import isolated
+
+import quarantune
+from quarantune import Outcome, Trial, TuningResult
+from quarantune.answers import recording
+from quarantune.api import tuning_cache
+from quarantune.cli.entry_point import main
+from quarantune.tuning import verification
+
+X = np.linspace(-1, 1, 16, dtype=np.float32)
+QUICK = {"rep": 1, "warmup": 0, "ref_fn": None}
+MEASURED = {"current", "unclear", "stale"}  # a busy machine decides between them
+
+
+def parts(name: str, configs: Any, *, default: Any = 4, **options: Any) -> quarantune.Autotuned[..., Any]:
+    """Returns a tuned function that computes the same with every config."""
+
+    @quarantune.autotune(configs, **{**QUICK, "name": name, **options})
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def sine(x: Any, n: Any = default) -> Any:
+        return jnp.sin(x.reshape(n if isinstance(n, int) else 1, -1)).reshape(x.shape)
+
+    return sine
+
+
+def verdicts(function: Any, **options: Any) -> list[str]:
+    with isolated("none"):
+        report = quarantune.TuningCache().verify(function, **options)
+    return [f"{entry.verdict}: {entry.reason}" for entry in report.entries]
+
+
+def assert_measured(found: Sequence[str]) -> None:
+    assert found
+    assert {it.partition(":")[0] for it in found} <= MEASURED, found
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("configs", "options"),
+    [
+        ([{"n": 1}, {"n": 2}], {"key_fn": lambda x: "all"}),
+        ([{"n": 1, "compiler_options": {"xla_cpu_enable_fast_math": False}}, {"n": 2}], {}),
+        (lambda x: [{"n": 1}, {"n": 2}], {"key_fn": lambda x: "all"}),
+    ],
+    ids=["key_fn", "compiler_options", "key_fn and a callable of configs"],
+)
+def test_verify_measures_entries(configs: Any, options: Any, name: str) -> None:
+    with isolated("none"):
+        parts(name, configs, **options).tune(X)
+    assert_measured(verdicts(parts(name, configs, **options)))
+
+
+def test_verify_measures_entries_of_other_jax_settings(name: str) -> None:
+    with isolated("none"), jax.enable_x64(True):
+        parts(name, [{"n": 1}, {"n": 2}]).tune(np.float64(X))
+    assert_measured(verdicts(parts(name, [{"n": 1}, {"n": 2}])))
+    assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+
+
+def test_verify_measures_entries_of_each_numerics(name: str) -> None:
+    configs = [{"n": 1}, {"n": 2}]
+    for numerics in ("rounding", "bitwise", "batch_invariant"):
+        with isolated("none"), quarantune.settings(numerics=numerics):
+            parts(name, configs, check_batch=0).tune(X)
+    found = verdicts(parts(name, configs, check_batch=0))
+    assert len(found) == 3
+    assert_measured(found)
+
+
+def test_an_entry_without_its_arguments_asks_for_them(name: str, cache_dir: Path) -> None:
+    fn = parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all")
+    with isolated("none"):
+        fn.tune(X)
+    file = cache_dir / f"{name}.json"
+    for damaged in ("absent", [], [3], [{"y": 1}], {"x": 1}):  # `absent` is the entry of an earlier version
+        contents = json.loads(file.read_text())
+        ((entry,),) = (each.values() for each in contents.values())
+        entry["arguments"] = damaged
+        file.write_text(json.dumps(contents))
+        (found,) = verdicts(fn)
+        assert found.startswith("unknown: "), found
+    assert_measured(verdicts(fn, arguments=lambda key: ((X,), {})))
+
+
+@pytest.fixture
+def measured_alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes measurements by `verify` end at once with a time for each length, and notes the lengths."""
+    lengths: list[int] = []
+
+    def swept(call: Any, configs: Any, tune: Any) -> TuningResult:
+        lengths.append(call.args[0].shape[0])
+        ms = {16: 1.0, 64: 5.0}[lengths[-1]]
+        ours, own = (Trial(config={"n": n}, outcome=Outcome.OK, time_ms=at) for n, at in ((2, ms), (4, 3 * ms)))
+        return TuningResult(
+            best_config={"n": 2},
+            time_ms=ms,
+            default_config={"n": 4},
+            default_time_ms=3 * ms,
+            trials=(ours, own),
+            key="",
+            device="",
+        )
+
+    monkeypatch.setattr(verification, "swept", swept)
+    return lengths
+
+
+def test_verify_measures_all_calls_of_tune_for(name: str, measured_alone: list[int], cache_dir: Path) -> None:
+    fn = parts(name, [{"n": 2}], key_fn=lambda x: "all")
+    with isolated("none"):
+        fn.tune_for([(X,), (np.ones(64, np.float32),)], [3, 1])
+    (entry,) = quarantune.TuningCache(cache_dir).verify(parts(name, [{"n": 2}], key_fn=lambda x: "all")).entries
+    assert {*measured_alone} == {16, 64}
+    assert (entry.time_ms, entry.default_time_ms) == (2.0, 6.0), "means with the weights 3 and 1"
+
+
+def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
+    name: str, measured_alone: list[int], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn = parts(name, [{"n": 2}], key_fn=lambda x: "all")
+    with isolated("none"):
+        fn.tune_for([(X,), (np.ones(64, np.float32),)], [3, 1], by="worst")
+    asked: list[Any] = []
+
+    def again(tuner: Any, calls: Any, weights: Any, by: str) -> TuningResult:
+        asked.append(([call.args[0].shape for call in calls], weights, by))
+        return TuningResult(best_config={"n": 2}, time_ms=1.0, trials=(), key="", device="")
+
+    monkeypatch.setattr("quarantune.api.tune_for.tune_for", again)
+    report = quarantune.TuningCache(cache_dir).verify(fn, max_loss_percent=1e-6, retune=True)
+    assert [str(entry.verdict) for entry in report.entries] == ["retuned"], report
+    assert asked == [([(16,), (64,)], [3.0, 1.0], "worst")]
+
+
+def test_verify_sends_contextual_functions_to_their_kernels(name: str) -> None:
+    layer = quarantune.contextual_autotune(lambda x: parts(name, [{"n": 1}])(x), name=name)
+    with pytest.raises(TypeError, match="contextually autotuned .* verify measures kernels alone: give its kernels"):
+        quarantune.TuningCache().verify(layer)
+
+
+def test_a_report_of_tune_for_has_no_trials_of_one_call(name: str, cache_dir: Path) -> None:
+    fn = parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all")
+    with isolated("none"):
+        fn.tune(X)  # its journal is under the same key
+        told = fn.tune_for([(X,), (np.ones(64, np.float32),)])
+        (cached,) = quarantune.tune_many([(parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all"), (X,))])
+    assert cached.from_cache is True
+    assert (cached.with_trials().calls, cached.with_trials().by) == (told.calls, "total")
+    assert cached.with_trials().trials == ()
+    assert main(["report", name, "-o", str(cache_dir / "it.html")]) == 0
+
+
+# --- configs -------------------------------------------------------------------------------------------------------
+
+
+class Undescribed:
+    """A default that JSON cannot hold; it works as 1 does."""
+
+
+@pytest.mark.parametrize("makes", [False, True], ids=["list", "callable"])
+@pytest.mark.parametrize("default", [4, Undescribed()], ids=["plain", "undescribed"])
+def test_unlisted_defaults_that_win_are_found_again(
+    makes: bool, default: Any, name: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(x: Any, n: Any = default) -> Any:
+        if n in (1, 2):
+            raise ArithmeticError(n)
+        return 2 * x
+
+    listed = [{"n": 1, "compiler_options": {"xla_cpu_enable_fast_math": False}}, {"n": 2}, {"n": 3}]
+
+    def slow_unless_default(x: Any, n: Any = default) -> Any:
+        return failing(x, n) if n != 3 else jax.lax.fori_loop(0, 100_000, lambda _, y: jnp.sin(y), x) * 0 + 2 * x
+
+    def made() -> Any:
+        jitted = jax.jit(slow_unless_default, static_argnames=["n"])
+        configs = (lambda x: listed) if makes else listed
+        return quarantune.autotune(configs, **{**QUICK, "name": name, "ref_fn": "defaults"})(jitted)
+
+    with isolated("none"):
+        made().tune(X)
+    assert made().lookup(X) == ({} if isinstance(default, Undescribed) else {"n": 4})
+    np.testing.assert_array_equal(made()(X), 2 * X)
+    assert sweeps == [name]
+
+
+def test_the_nearest_config_is_one_that_a_callable_makes(name: str) -> None:
+    def fits(x: Any) -> list[dict[str, int]]:
+        return [{"n": n} for n in (16, 8) if x.shape[0] % n == 0]
+
+    with isolated("none"):
+        parts(name, fits).tune(X)
+    with quarantune.settings(on_miss="nearest"), pytest.warns(quarantune.CacheWarning, match="with its defaults"):
+        parts(name, lambda x: fits(x)[1:] if len(x) == 24 else fits(x))  # another space has no near entry
+        assert parts(name, fits).lookup(X) is not None
+        parts(name, lambda x: [{"n": 3}])(np.ones(24, np.float32))
+
+
+@pytest.mark.parametrize("on_miss", ["nearest", "rule"])
+def test_exact_numerics_take_no_config_of_other_sizes(on_miss: str, name: str) -> None:
+    configs = [{"n": 1}, {"n": 2}]
+    with isolated("none"), quarantune.settings(numerics="bitwise"):
+        fn = parts(name, configs)
+        if on_miss == "rule":
+            fn.fit([(np.ones(size, np.float32),) for size in (16, 32, 64)])
+        else:
+            fn.tune(X)
+    with quarantune.settings(numerics="bitwise", on_miss=on_miss):
+        with pytest.warns(quarantune.CacheWarning, match="running with its defaults"):
+            parts(name, configs)(np.ones(48, np.float32))
+
+
+def test_a_check_of_one_shape_says_nothing_of_another(name: str) -> None:
+    def rows(x: Any, n: int = 1) -> Any:
+        return x.reshape(n, -1)
+
+    fn = quarantune.autotune([{"n": 3}], **{**QUICK, "name": name, "key_fn": lambda x: "all"})(
+        jax.jit(rows, static_argnames=["n"])
+    )
+    reports = [
+        quarantune.compile_check(fn, [{"n": 3}], jax.ShapeDtypeStruct((size,), np.float32), target="cpu")
+        for size in (16, 24, 16)
+    ]
+    assert [(report.ok, report.known) for report in reports] == [(False, 0), (True, 0), (False, 1)]
+
+
+# --- contextual functions ------------------------------------------------------------------------------------------
+
+
+def test_recorded_calls_of_contextual_functions_are_tuned(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("crossed_layers")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kernel = parts(f"{name}-kernel", [{"n": 1}, {"n": 2}])
+
+    def layer(x: Any) -> Any:
+        return 2 * kernel(x)
+
+    layer.__module__, layer.__qualname__ = module.__name__, "layer"
+    module.layer = quarantune.contextual_autotune(layer, n_warmup=0, n_repeat=1, name=name)  # type: ignore[attr-defined]
+    with quarantune.settings(record=tmp_path / "recorded"), pytest.warns(quarantune.CacheWarning, match="recorded"):
+        module.layer(X)
+    recording._flush()
+    with isolated("none"):
+        code = main(["tune", "--recorded", str(tmp_path / "recorded"), "--json"])
+    ended = {it["function"]: it["status"] for it in json.loads(capsys.readouterr().out)}
+    assert (code, ended[name]) == (0, "tuned"), ended
+    assert module.layer.lookup(jnp.asarray(X)) or module.layer.lookup(X)
+
+
+def test_many_contextual_functions_are_tuned_by_one_call(name: str) -> None:
+    kernel = parts(f"{name}-kernel", [{"n": 1}, {"n": 2}])
+    layer = quarantune.contextual_autotune(lambda x: 2 * kernel(x), n_warmup=0, n_repeat=1, name=name)
+    with isolated("none"):
+        (result,) = quarantune.tune_many([(layer, (X,))])
+    assert result.kernels  # type: ignore[attr-defined]
+    assert layer.lookup(X)
+
+
+assert tuning_cache

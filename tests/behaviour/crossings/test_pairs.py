@@ -1,0 +1,63 @@
+"""Every pair of features meets in a call that computes what it computes untuned, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import crossings
+import pytest
+from helpers import ROOT, SUPPORT, child_environ
+from shared_python import SharedPython
+
+ROWS = crossings.rows()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[SharedPython]]:
+    """Two processes with two devices each: one tunes, and the other uses what it has saved."""
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    both = [SharedPython(environ=child_environ(SUPPORT, **flags)) for _ in range(2)]
+    yield both
+    for process in both:
+        process.close()
+
+
+@pytest.fixture
+def run(processes: list[SharedPython], tmp_path: Path) -> Callable[[crossings.Row], dict[str, Any]]:
+    """Runs a row in both processes, and returns its outcome."""
+
+    def run_row(row: crossings.Row) -> dict[str, Any]:
+        outcome: dict[str, Any] = {}
+        for process, step in zip(processes, ("first", "second"), strict=True):
+            script = tmp_path / f"{step}_process.py"
+            script.write_text(f"import pathlib, crossed_calls\ncrossed_calls.{step}({row}, pathlib.Path({str(tmp_path)!r}))\n")
+            done = process.run(script)
+            assert done.returncode == 0, f"{crossings.label(row)}\n{done.stdout}{done.stderr}"
+            outcome = json.loads((tmp_path / "outcome.json").read_text())
+            if outcome.get("config") is None:
+                break
+        return outcome
+
+    return run_row
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(at), marks=[pytest.mark.slow] * (at % 3 > 0)) for at, row in enumerate(ROWS)]
+)
+def test_a_tuned_call_computes_what_the_untuned_one_does(row: crossings.Row, run: Any) -> None:
+    outcome = run(row)
+    assert "refused" not in outcome, f"{crossings.label(row)}\n{outcome['refused']}\n{outcome['trace']}"
+
+
+@pytest.mark.parametrize("pair", [pytest.param(it, id="-".join(sorted(f"{a}={b}" for a, b in it))) for it in crossings.REFUSED])
+def test_a_refused_pair_is_refused_by_name(pair: crossings.Pair, run: Any) -> None:
+    outcome = run(crossings.completed(pair))
+    assert "refused" in outcome, outcome
+    assert not [words for words in crossings.REFUSED[pair].says if words not in outcome["refused"]], outcome["refused"]
+
+
+def test_the_documents_name_every_refused_pair() -> None:
+    assert crossings.table() in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")

@@ -1,0 +1,223 @@
+"""The features of tuning with their values, the rows that let every pair of values meet, and what is refused.
+
+A value names something that a user chooses, such as a way of asking or a setting. The first value of a feature is its
+default. `crossed_calls.py` makes and runs the call that a row describes. `python tests/support/crossings.py` prints the
+table of docs/limits.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+Row: TypeAlias = dict[str, str]
+"""A value for each feature."""
+
+FEATURES: Mapping[str, Sequence[str]] = {
+    "ask": (
+        "call",
+        "tune",
+        "lookup",
+        "tune_many",
+        "tune_for",
+        "compile_check",
+        "compile_configs",
+        "contextual",
+        "run",
+        "recorded",
+        "verify",
+    ),
+    "kind": ("jitted", "method", "nested", "grad", "vmap", "scan", "shard_map", "export", "plain"),
+    "source": ("nothing", "cache", "layer", "table", "estimate", "near", "rule", "journal", "failure"),
+    "space": ("list", "grid", "callable", "objects", "compiler_options", "over300"),
+    "on_miss": ("tune", "default", "nearest", "rule", "error"),
+    "check": ("defaults", "ref_fn", "check_fn", "nothing"),
+    "search": ("auto", "random", "surrogate", "object"),
+    "isolation": ("none", "process", "compile"),
+    "gradient": ("no", "check_grad", "time_grad"),
+    "numerics": ("rounding", "bitwise", "batch_invariant"),
+    "origin": ("module", "closure", "cell"),
+    "jax": ("usual", "x64", "precision", "no_jit", "second_device"),
+    "key_fn": ("no", "yes"),
+    "prune_fn": ("no", "yes"),
+    "objective": ("time", "function"),
+    "max_device_memory": ("no", "yes"),
+    "always_tune": ("0", "1"),
+    "record": ("no", "yes"),
+    "executor": ("no", "threads"),
+    "ranks": ("no", "two"),
+    "donation": ("no", "yes"),
+    "devices": ("one", "two"),
+    "scopes": ("1", "0"),
+}
+DEFAULTS: Row = {feature: values[0] for feature, values in FEATURES.items()}
+
+Pair: TypeAlias = frozenset[tuple[str, str]]
+"""Two values, or more, of different features."""
+
+
+class Refusal(NamedTuple):
+    """Values of two features that exclude each other.
+
+    Attributes:
+        left: a feature, and those of its values that exclude all values of the other feature.
+        right: the other feature with its values.
+        says: parts of the error: both features, and the way out.
+        combination: both features in words, for docs/limits.md.
+        instead: the way out in words.
+    """
+
+    left: tuple[str, Sequence[str]]
+    right: tuple[str, Sequence[str]]
+    says: Sequence[str]
+    combination: str
+    instead: str
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yields the excluded pairs."""
+        for one, other in itertools.product(self.left[1], self.right[1]):
+            yield frozenset({(self.left[0], one), (self.right[0], other)})
+
+
+REFUSALS: Sequence[Refusal] = (
+    Refusal(
+        ("kind", ["plain"]),
+        ("ask", ["call", "tune", "lookup", "tune_for", "compile_check", "compile_configs"]),
+        ["autotune wraps a function that jax.jit has wrapped", "put @jax.jit"],
+        "`@autotune`, `tune_for`, `compile_check` or `compile_configs` of a function that is not jitted",
+        "jit it, or use `AutoTuner(...).run`",
+    ),
+    Refusal(
+        ("kind", ["plain"]),
+        ("gradient", ["time_grad"]),
+        ["time_grad", "must be jitted", "leave time_grad out"],
+        "`time_grad` of a function that is not jitted",
+        "jit it, or leave `time_grad` out",
+    ),
+    Refusal(
+        ("kind", ["plain"]),
+        ("max_device_memory", ["yes"]),
+        ["max_device_memory", "must be jitted", "leave max_device_memory out"],
+        "`max_device_memory` of a function that is not jitted",
+        "jit it, or leave `max_device_memory` out",
+    ),
+    Refusal(
+        ("ask", ["tune_for"]),
+        ("objective", ["function"]),
+        ["tune_for compares times", "leave out objective, or use tune"],
+        "`tune_for` with an `objective`",
+        "leave `objective` out, or use `tune`",
+    ),
+    Refusal(
+        ("source", ["rule"]),
+        ("objective", ["function"]),
+        ["fit compares times", "leave out objective, or use tune"],
+        "`fit` with an `objective`",
+        "leave `objective` out, or use `tune`",
+    ),
+    Refusal(
+        ("executor", ["threads"]),
+        ("isolation", ["none", "compile"]),
+        ["QUARANTUNE_ISOLATION", "executor=", "unset one of them"],
+        "an executor with `QUARANTUNE_ISOLATION` `none` or `compile`",
+        "unset one of them",
+    ),
+    Refusal(
+        ("executor", ["threads"]),
+        ("objective", ["function"]),
+        ["with executor=, time is the only objective", "leave out one of them"],
+        "an executor with an `objective`",
+        "leave out one of them",
+    ),
+    Refusal(
+        ("executor", ["threads"]),
+        ("ask", ["contextual"]),
+        ["contextual_autotune tunes on this machine only", "outside of the settings block"],
+        "an executor with `contextual_autotune`",
+        "call it outside of the settings block that gives the executor",
+    ),
+    Refusal(
+        ("kind", ["export"]),
+        ("ask", ["tune", "tune_many", "tune_for", "compile_check", "compile_configs", "run"]),
+        ["symbolic shapes have no data to measure with", "tune it with concrete shapes"],
+        "tuning or compiling with symbolic shapes, inside `jax.export`",
+        "tune with concrete shapes, and give a `key_fn`",
+    ),
+)
+
+REFUSED: Mapping[Pair, Refusal] = {pair: refusal for refusal in REFUSALS for pair in refusal.pairs()}
+
+
+def is_possible(row: Mapping[str, str]) -> bool:
+    """Returns whether no two values of a row exclude each other."""
+    return not any(frozenset(pair) in REFUSED for pair in itertools.combinations(row.items(), 2))
+
+
+def groups(features: Sequence[str], strength: int) -> set[Pair]:
+    """Returns every possible choice of values of `strength` different features."""
+    return {
+        frozenset(zip(chosen, values, strict=True))
+        for chosen in itertools.combinations(features, strength)
+        for values in itertools.product(*(FEATURES[feature] for feature in chosen))
+        if is_possible(dict(zip(chosen, values, strict=True)))
+    }
+
+
+def rows(features: Sequence[str] = tuple(FEATURES), strength: int = 2) -> list[Row]:
+    """Returns rows in which every possible group of values occurs; the same rows in every process.
+
+    Each row begins with a group that no row has yet, and takes the values that complete most further groups. A value
+    that completes none stays the default, which is usually the quickest.
+
+    Args:
+        features: the features that vary; the others keep their defaults.
+        strength: the number of values in a group: 2 for all pairs.
+    """
+    left, random_, found = groups(features, strength), random.Random(0), list[Row]()
+    order = sorted(left, key=sorted)
+    random_.shuffle(order)
+    for group in order:
+        if group not in left:
+            continue
+        row = dict(group)
+        for feature in sorted(features, key=lambda each: -len(FEATURES[each])):
+            if feature not in row:
+                row[feature] = max(
+                    (value for value in FEATURES[feature] if is_possible({**row, feature: value})),
+                    key=lambda value: len(left & _new_groups(row, feature, value, strength)),
+                )
+        left -= {frozenset(each) for each in itertools.combinations(row.items(), strength)}
+        found.append(DEFAULTS | row)
+    return found
+
+
+def _new_groups(row: Row, feature: str, value: str, strength: int) -> set[Pair]:
+    """Returns the groups that a further value completes."""
+    return {frozenset({*rest, (feature, value)}) for rest in itertools.combinations(row.items(), strength - 1)}
+
+
+def completed(pair: Pair) -> Row:
+    """Returns a row with a refused pair, and otherwise with defaults that nothing else refuses."""
+    row = dict(pair)
+    for feature, values in FEATURES.items():
+        if feature not in row:
+            others = [{name: value} for name, value in row.items()]
+            row[feature] = next(it for it in values if all(is_possible({**one, feature: it}) for one in others))
+    return row
+
+
+def table() -> str:
+    """Returns the table of docs/limits.md."""
+    lines = [f"| {refusal.combination} | {refusal.instead} |" for refusal in REFUSALS]
+    return "\n".join(["| refused | instead |", "|---|---|", *lines])
+
+
+def label(row: Mapping[str, str]) -> str:
+    """Returns the values of a row that are not defaults."""
+    return " ".join(f"{name}={value}" for name, value in row.items() if value != DEFAULTS[name]) or "defaults"
+
+
+if __name__ == "__main__":
+    print(table())
