@@ -167,7 +167,8 @@ def prepare(row: Row, place: Path) -> None:
     source = row["source"]
     if source == "nothing":
         return
-    ask = row["ask"] if row["ask"] in ("run", "contextual") or row["kind"] == "plain" else "call"
+    is_tuner = source != "rule" and (row["ask"] == "run" or row["kind"] == "plain")  # which has no `fit`
+    ask = row["ask"] if is_tuner or row["ask"] == "contextual" else "call"
     search = "auto" if row["search"] == "object" else row["search"]
     here = {**row, "ask": ask, "search": search, "kind": "jitted" if row["kind"] == "export" else row["kind"]}
     made = make(here)
@@ -306,6 +307,8 @@ def _tune_recorded(row: Row, made: Made, place: Path) -> None:
             surrounded(row, lambda x: call(row, made, x))(argument(row))
         recording._flush()
         recording._writers.clear()
+        if not (place / "recorded").exists():
+            return  # the call has a result, or symbolic shapes, which cannot be tuned
         code, text = command("tune", "--recorded", place / "recorded")
     if code:
         raise LookupError(text)

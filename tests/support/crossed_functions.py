@@ -68,6 +68,14 @@ def failing_numpy_function(x: Any, m: int = 0, n: Any = 4) -> Any:
     return in_parts(np, x, n, True)
 
 
+def method(self: Model, x: Any, m: int = 0, n: Any = 4) -> Any:
+    return in_parts(jnp, x, n, False) * self.factor
+
+
+def failing_method(self: Model, x: Any, m: int = 0, n: Any = 4) -> Any:
+    return in_parts(jnp, x, n, True) * self.factor
+
+
 _IN_MODULE = {
     (jnp, False): jax_function,
     (jnp, True): failing_jax_function,
@@ -89,11 +97,9 @@ def function_of(row: Row) -> Any:
     """Returns the function to tune, not jitted yet."""
     xp, fails = np if is_plain(row) else jnp, row["source"] == "failure"
     if row["kind"] == "method":
-
-        def apply(self: Model, x: Any, m: int = 0, n: Any = 4) -> Any:
-            return in_parts(jnp, x, n, fails) * self.factor
-
-        return apply
+        if row["origin"] == "module":
+            return failing_method if fails else method
+        return lambda self, x, m=0, n=4: in_parts(jnp, x, n, fails) * self.factor
     if row["origin"] == "module":
         return _IN_MODULE[xp, fails]
     if row["origin"] == "closure":
@@ -133,8 +139,8 @@ def listed(row: Row) -> list[dict[str, Any]]:
     """Returns the first configs as a list, for a search and for compiling."""
     configs: Any = configs_of(row)
     if isinstance(configs, dict):
-        configs = (dict(zip(configs, values, strict=True)) for values in itertools.product(*configs.values()))
-    return list(itertools.islice(divisors(np.zeros(16)) if callable(configs) else configs, 3))
+        return [dict(zip(configs, values, strict=True)) for values in itertools.product(*configs.values())][:3]
+    return divisors(np.zeros(16)) if callable(configs) else configs
 
 
 class InOrder:
@@ -152,6 +158,10 @@ class InOrder:
 
 def one_bucket(*_: Any, **__: Any) -> str:
     return "all"
+
+
+def by_length(*args: Any, **_: Any) -> int:
+    return int(args[-1].shape[-1])
 
 
 def keeps_all_but_eight(config: Mapping[str, Any], *_: Any, **__: Any) -> bool:
@@ -186,7 +196,8 @@ def options_of(row: Row) -> dict[str, Any]:
     )
     chosen: dict[str, dict[str, Any]] = {
         "check": {"ref_fn": {"ref_fn": ref_fn}, "check_fn": {"check_fn": is_close}, "nothing": {"ref_fn": None}},
-        "key_fn": {"yes": {"key_fn": one_bucket}},
+        # A rule needs calls with different keys.
+        "key_fn": {"yes": {"key_fn": by_length if row["source"] == "rule" else one_bucket}},
         "prune_fn": {"yes": {"prune_fn": keeps_all_but_eight}},
         "gradient": {"check_grad": {"check_grad": True}, "time_grad": {"time_grad": True}},
         "objective": {"function": {"objective": time_of}},

@@ -104,6 +104,20 @@ REFUSALS: Sequence[Refusal] = (
         "jit it, or leave `max_device_memory` out",
     ),
     Refusal(
+        ("kind", ["plain"]),
+        ("source", ["rule"]),
+        ["autotune wraps a function that jax.jit has wrapped", "put @jax.jit"],
+        "`fit` of a function that is not jitted",
+        "jit it",
+    ),
+    Refusal(
+        ("gradient", ["check_grad"]),
+        ("check", ["check_fn", "nothing"]),
+        ["check_grad=True needs a reference whose gradients are right", "give a function as ref_fn"],
+        "`check_grad` with `check_fn`, or with `ref_fn=None`",
+        "give a function as `ref_fn`",
+    ),
+    Refusal(
         ("ask", ["tune_for"]),
         ("objective", ["function"]),
         ["tune_for compares times", "leave out objective, or use tune"],
@@ -144,6 +158,27 @@ REFUSALS: Sequence[Refusal] = (
         ["symbolic shapes have no data to measure with", "tune it with concrete shapes"],
         "tuning or compiling with symbolic shapes, inside `jax.export`",
         "tune with concrete shapes, and give a `key_fn`",
+    ),
+    Refusal(
+        ("kind", ["method"]),
+        ("ask", ["verify"]),
+        ["'self' is not in its key", "verify(..., arguments=...)"],
+        "`verify` of a method, whose entry only describes its object",
+        "give `arguments=`",
+    ),
+    Refusal(
+        ("kind", ["method"]),
+        ("ask", ["recorded"]),
+        ["'self' is not in its key", "tune it with --inputs"],
+        "`tune --recorded` of a method, whose record only describes its object",
+        "`tune --inputs`, or `tune_many` of a `recording` block",
+    ),
+    Refusal(
+        ("origin", ["closure", "cell"]),
+        ("ask", ["recorded"]),
+        ["is not at the top of a module", "tune it in Python, with tune_many(recording)"],
+        "`tune --recorded` of a function that no module has at its top",
+        "`tune_many` of a `recording` block, in the program itself",
     ),
 )
 

@@ -146,6 +146,7 @@ class UsersSearch(Strategy):
         name = type(self._search).__name__
         if not isinstance(config, dict):
             raise TypeError(f"{name}.ask returned {shown(config)} among the configs; every config is a dict.")
+        config = self.space.completed(config)
         position = self.space.find(config)
         if position is None:
             self.space.whole()  # a generator may yield it later

@@ -77,7 +77,7 @@ class ClaimAndJournal:
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
         self._ended: collections.Counter[int] = collections.Counter()  # by the config's index; see `ended_processes`
-        self._is_noted = False
+        self._is_noted = self._has_trials = False
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
@@ -291,6 +291,12 @@ class ClaimAndJournal:
             with self.saving():
                 self._sweeps.discard()
 
+    def forget_refused(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes the record of the sweep if an error refused it before any config ran: nothing was interrupted."""
+        if kind is not None and issubclass(kind, (TypeError, ValueError)) and not self._has_trials:
+            with self.saving():
+                self._sweeps.discard()
+
     def append(
         self, trial: Trial, *, reference: str | None, was_troubled: bool = False, is_untuned: bool = False
     ) -> None:
@@ -303,6 +309,7 @@ class ClaimAndJournal:
             was_troubled: whether its config is known to have crashed or hung.
         """
         self.refresh()
+        self._has_trials = True
         if self.directory is None:
             return
         record = {

@@ -186,6 +186,7 @@ class TuningJob:
             self._start_over = self._now.start_over and not goes_on and not self._may_go_on()
             if self._records.directory is not None:
                 stack.push(self._records.forget_another_program)
+                stack.push(self._records.forget_refused)
                 found = self._records.read(self._configs)
                 if self._start_over:
                     self._records.discard()

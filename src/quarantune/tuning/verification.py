@@ -180,6 +180,9 @@ def _verify(
         differences = fingerprint.differences(dict_or_empty(record.entry.get("fingerprint")))
         changed = f": {', '.join(differences)}" if differences else ""
         return _verified(record, Verdict.UNUSED, f"the function's code has changed{changed}")
+    if function.options.key_fn is not None and not _has_bucket(record.key):
+        reason = "the function has a key_fn, so calls look for the result of that; tune_for uses the measurements"
+        return _verified(record, Verdict.UNUSED, reason)
     try:
         given = None if arguments is None else arguments(record.key)
         with settings(numerics=function.options.numerics):
@@ -341,6 +344,14 @@ def _code_of(key: CacheKey) -> Any:
         return decode_json(key.problem_size)["code"]
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _has_bucket(key: CacheKey) -> bool:
+    """Returns whether a key holds the result of a `key_fn`."""
+    try:
+        return "key_fn" in decode_json(key.problem_size)["call"]
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _verified(record: CacheRecord, verdict: Verdict, reason: str, **about: Any) -> Verified:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
 import inspect
 import itertools
@@ -240,6 +241,15 @@ class Space(Sequence[Config]):
         row = [values.find(config[name]) for name, values in zip(self.names, self._source.values, strict=True)]
         return None if None in row else self._source.find(np.array([row], np.int64))[0]
 
+    def completed(self, config: Config) -> Config:
+        """Returns a config with the function's defaults for names that it lacks, as the configs of a list may."""
+        parameters = self._source.parameters
+        if parameters is None or not config.keys() < set(self.names):
+            return config
+        with contextlib.suppress(TypeError, ValueError):  # a name without a default: no config lacks it
+            return checked_config(config, fn_name=self._fn_name, names=self.names, parameters=parameters)
+        return config
+
     def find_text(self, text: str) -> int | None:
         """Returns the position of the config with this `text_of`; None if the space lacks it."""
         self.whole()
@@ -383,6 +393,9 @@ def identity(value: Any) -> Any:
 class Grid:
     """All combinations of lists of values, the last name varying fastest. It computes configs and positions."""
 
+    parameters: inspect.Signature | None = None
+    """None: no config of a grid lacks a name."""
+
     def __init__(self, lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
         if not lists:
             raise nothing_to_choose(fn_name, "the configs have no keys")
@@ -419,11 +432,12 @@ class Listed:
 
     Attributes:
         is_plain: whether to refuse further configs that JSON alone cannot restore.
+        parameters: the signature whose defaults replace the names that a config lacks; None if every config has all.
     """
 
     def __init__(self, configs: Iterable[Any], fn_name: str, parameters: inspect.Signature | None) -> None:
         self._fn_name = fn_name
-        self._parameters = parameters
+        self.parameters = parameters
         self._rest: Any = iter(configs)
         first = list(itertools.islice(self._rest, _FIRST))
         # Any config of a list may have a key that earlier ones lack.
@@ -486,11 +500,11 @@ class Listed:
                 "by itertools.islice(..., 1000); or give a dict of lists, which needs no list of all configs."
             )
         if count < min(most, room):
-            self._rest = self._parameters = None
+            self._rest = None
 
     def _checked(self, raw: Any, index: int) -> list[int]:
         """Checks a config, which may hold anything, and returns its codes."""
-        config = checked_config(raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self._parameters)
+        config = checked_config(raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self.parameters)
         check_classes(config.values(), self._fn_name, self._classes)
         if self.is_plain and originals([config]):
             raise ValueError(

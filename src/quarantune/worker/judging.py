@@ -305,6 +305,11 @@ class Judge:
             return ComparedOutput(_flat(output))
         return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.for_run())))
 
+    @property
+    def _needs_spare(self) -> bool:
+        """Whether gradients need arguments of their own, because the run for the output may use up its arguments."""
+        return self._options.check_grad and self._arguments.may_be_overwritten
+
     def _differs(
         self, own: ComparedOutput, expected: ComparedOutput, *, same_dtypes: bool = True, truths: Sequence[Any] = ()
     ) -> str | None:
@@ -338,10 +343,11 @@ class Judge:
         def compute() -> None:
             with contextlib.suppress(Exception), jax.default_matmul_precision("highest"):
                 (args, kwargs), mode = self._arguments.widened()
+                spare = self._arguments.widened()[0] if self._needs_spare else (args, kwargs)
                 with mode:
                     equations = jax_traces.equations(fn.trace(*args, **kwargs).jaxpr.jaxpr)
                     if not any(_NOT_PLAIN.search(equation.primitive.name) for equation in equations):
-                        wide = self._compared(fn(*args, **kwargs), fn, {}, (args, kwargs))
+                        wide = self._compared(fn(*args, **kwargs), fn, {}, spare)
                         found[:] = wide.on_host().leaves
 
         if not self._arguments.is_plain:
@@ -378,8 +384,10 @@ class Judge:
             # After an error (too little memory, or no floats), the noise is from the runs before it.
             with contextlib.suppress(Exception):
                 for run in rounding.runs(taken_s):
-                    arguments, scale = self._arguments.moved(run, coarsest, device and device.run)
-                    found = self._compared(self._run(program, arguments), self._call.fn, program.config, arguments)
+                    move = functools.partial(self._arguments.moved, run, coarsest, device and device.run)
+                    arguments, scale = move()
+                    spare = move()[0] if self._needs_spare else arguments
+                    found = self._compared(self._run(program, arguments), self._call.fn, program.config, spare)
                     if found.output.structure != own.output.structure:
                         break
                     for noise, leaf in zip(noises, found.leaves, strict=True):

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import isolated
+from tuned_functions import here
 
 import quarantune
 from quarantune import Outcome, Trial, TuningResult
 from quarantune.answers import recording
-from quarantune.api import tuning_cache
 from quarantune.cli.entry_point import main
 from quarantune.tuning import verification
 
@@ -40,7 +39,7 @@ def parts(name: str, configs: Any, *, default: Any = 4, **options: Any) -> quara
 
 
 def verdicts(function: Any, **options: Any) -> list[str]:
-    with isolated("none"):
+    with here():
         report = quarantune.TuningCache().verify(function, **options)
     return [f"{entry.verdict}: {entry.reason}" for entry in report.entries]
 
@@ -63,13 +62,13 @@ def assert_measured(found: Sequence[str]) -> None:
     ids=["key_fn", "compiler_options", "key_fn and a callable of configs"],
 )
 def test_verify_measures_entries(configs: Any, options: Any, name: str) -> None:
-    with isolated("none"):
+    with here():
         parts(name, configs, **options).tune(X)
     assert_measured(verdicts(parts(name, configs, **options)))
 
 
 def test_verify_measures_entries_of_other_jax_settings(name: str) -> None:
-    with isolated("none"), jax.enable_x64(True):
+    with here(), jax.enable_x64(True):
         parts(name, [{"n": 1}, {"n": 2}]).tune(np.float64(X))
     assert_measured(verdicts(parts(name, [{"n": 1}, {"n": 2}])))
     assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -78,7 +77,7 @@ def test_verify_measures_entries_of_other_jax_settings(name: str) -> None:
 def test_verify_measures_entries_of_each_numerics(name: str) -> None:
     configs = [{"n": 1}, {"n": 2}]
     for numerics in ("rounding", "bitwise", "batch_invariant"):
-        with isolated("none"), quarantune.settings(numerics=numerics):
+        with here(), quarantune.settings(numerics=numerics):
             parts(name, configs, check_batch=0).tune(X)
     found = verdicts(parts(name, configs, check_batch=0))
     assert len(found) == 3
@@ -87,7 +86,7 @@ def test_verify_measures_entries_of_each_numerics(name: str) -> None:
 
 def test_an_entry_without_its_arguments_asks_for_them(name: str, cache_dir: Path) -> None:
     fn = parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all")
-    with isolated("none"):
+    with here():
         fn.tune(X)
     file = cache_dir / f"{name}.json"
     for damaged in ("absent", [], [3], [{"y": 1}], {"x": 1}):  # `absent` is the entry of an earlier version
@@ -125,10 +124,12 @@ def measured_alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_verify_measures_all_calls_of_tune_for(name: str, measured_alone: list[int], cache_dir: Path) -> None:
     fn = parts(name, [{"n": 2}], key_fn=lambda x: "all")
-    with isolated("none"):
+    with here():
         fn.tune_for([(X,), (np.ones(64, np.float32),)], [3, 1])
-    (entry,) = quarantune.TuningCache(cache_dir).verify(parts(name, [{"n": 2}], key_fn=lambda x: "all")).entries
+    report = quarantune.TuningCache(cache_dir).verify(parts(name, [{"n": 2}], key_fn=lambda x: "all"))
     assert {*measured_alone} == {16, 64}
+    assert [it.reason.partition(",")[0] for it in report.of("unused")] == ["the function has a key_fn"] * 2
+    (entry,) = (it for it in report.entries if it.verdict != "unused")
     assert (entry.time_ms, entry.default_time_ms) == (2.0, 6.0), "means with the weights 3 and 1"
 
 
@@ -136,7 +137,7 @@ def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
     name: str, measured_alone: list[int], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fn = parts(name, [{"n": 2}], key_fn=lambda x: "all")
-    with isolated("none"):
+    with here():
         fn.tune_for([(X,), (np.ones(64, np.float32),)], [3, 1], by="worst")
     asked: list[Any] = []
 
@@ -146,7 +147,7 @@ def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
 
     monkeypatch.setattr("quarantune.api.tune_for.tune_for", again)
     report = quarantune.TuningCache(cache_dir).verify(fn, max_loss_percent=1e-6, retune=True)
-    assert [str(entry.verdict) for entry in report.entries] == ["retuned"], report
+    assert sorted(str(entry.verdict) for entry in report.entries) == ["retuned", "unused", "unused"], report
     assert asked == [([(16,), (64,)], [3.0, 1.0], "worst")]
 
 
@@ -158,7 +159,7 @@ def test_verify_sends_contextual_functions_to_their_kernels(name: str) -> None:
 
 def test_a_report_of_tune_for_has_no_trials_of_one_call(name: str, cache_dir: Path) -> None:
     fn = parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all")
-    with isolated("none"):
+    with here():
         fn.tune(X)  # its journal is under the same key
         told = fn.tune_for([(X,), (np.ones(64, np.float32),)])
         (cached,) = quarantune.tune_many([(parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all"), (X,))])
@@ -195,7 +196,7 @@ def test_unlisted_defaults_that_win_are_found_again(
         configs = (lambda x: listed) if makes else listed
         return quarantune.autotune(configs, **{**QUICK, "name": name, "ref_fn": "defaults"})(jitted)
 
-    with isolated("none"):
+    with here():
         made().tune(X)
     assert made().lookup(X) == ({} if isinstance(default, Undescribed) else {"n": 4})
     np.testing.assert_array_equal(made()(X), 2 * X)
@@ -206,7 +207,7 @@ def test_the_nearest_config_is_one_that_a_callable_makes(name: str) -> None:
     def fits(x: Any) -> list[dict[str, int]]:
         return [{"n": n} for n in (16, 8) if x.shape[0] % n == 0]
 
-    with isolated("none"):
+    with here():
         parts(name, fits).tune(X)
     with quarantune.settings(on_miss="nearest"), pytest.warns(quarantune.CacheWarning, match="with its defaults"):
         parts(name, lambda x: fits(x)[1:] if len(x) == 24 else fits(x))  # another space has no near entry
@@ -217,7 +218,7 @@ def test_the_nearest_config_is_one_that_a_callable_makes(name: str) -> None:
 @pytest.mark.parametrize("on_miss", ["nearest", "rule"])
 def test_exact_numerics_take_no_config_of_other_sizes(on_miss: str, name: str) -> None:
     configs = [{"n": 1}, {"n": 2}]
-    with isolated("none"), quarantune.settings(numerics="bitwise"):
+    with here(), quarantune.settings(numerics="bitwise"):
         fn = parts(name, configs)
         if on_miss == "rule":
             fn.fit([(np.ones(size, np.float32),) for size in (16, 32, 64)])
@@ -251,6 +252,8 @@ def test_recorded_calls_of_contextual_functions_are_tuned(
     module = types.ModuleType("crossed_layers")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     kernel = parts(f"{name}-kernel", [{"n": 1}, {"n": 2}])
+    kernel.__wrapped__.__module__, kernel.__wrapped__.__qualname__ = module.__name__, "kernel"
+    module.kernel = kernel  # type: ignore[attr-defined]
 
     def layer(x: Any) -> Any:
         return 2 * kernel(x)
@@ -260,7 +263,7 @@ def test_recorded_calls_of_contextual_functions_are_tuned(
     with quarantune.settings(record=tmp_path / "recorded"), pytest.warns(quarantune.CacheWarning, match="recorded"):
         module.layer(X)
     recording._flush()
-    with isolated("none"):
+    with here():
         code = main(["tune", "--recorded", str(tmp_path / "recorded"), "--json"])
     ended = {it["function"]: it["status"] for it in json.loads(capsys.readouterr().out)}
     assert (code, ended[name]) == (0, "tuned"), ended
@@ -270,10 +273,8 @@ def test_recorded_calls_of_contextual_functions_are_tuned(
 def test_many_contextual_functions_are_tuned_by_one_call(name: str) -> None:
     kernel = parts(f"{name}-kernel", [{"n": 1}, {"n": 2}])
     layer = quarantune.contextual_autotune(lambda x: 2 * kernel(x), n_warmup=0, n_repeat=1, name=name)
-    with isolated("none"):
+    with here():
         (result,) = quarantune.tune_many([(layer, (X,))])
     assert result.kernels  # type: ignore[attr-defined]
     assert layer.lookup(X)
 
-
-assert tuning_cache

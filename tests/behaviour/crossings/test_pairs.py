@@ -13,13 +13,13 @@ from helpers import ROOT, SUPPORT, child_environ
 from shared_python import SharedPython
 
 ROWS = crossings.rows()
+FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[SharedPython]]:
     """Two processes with two devices each: one tunes, and the other uses what it has saved."""
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    both = [SharedPython(environ=child_environ(SUPPORT, **flags)) for _ in range(2)]
+    both = [SharedPython(environ=child_environ(SUPPORT, **FLAGS)) for _ in range(2)]
     yield both
     for process in both:
         process.close()
@@ -34,7 +34,7 @@ def run(processes: list[SharedPython], tmp_path: Path) -> Callable[[crossings.Ro
         for process, step in zip(processes, ("first", "second"), strict=True):
             script = tmp_path / f"{step}_process.py"
             script.write_text(f"import pathlib, crossed_calls\ncrossed_calls.{step}({row}, pathlib.Path({str(tmp_path)!r}))\n")
-            done = process.run(script)
+            done = process.run(script, **FLAGS)
             assert done.returncode == 0, f"{crossings.label(row)}\n{done.stdout}{done.stderr}"
             outcome = json.loads((tmp_path / "outcome.json").read_text())
             if outcome.get("config") is None:
