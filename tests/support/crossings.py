@@ -111,6 +111,13 @@ REFUSALS: Sequence[Refusal] = (
         "jit it",
     ),
     Refusal(
+        ("kind", ["plain"]),
+        ("space", ["compiler_options"]),
+        ["configs have compiler_options", "is not jitted", "put jax.jit on it"],
+        "`compiler_options` of a function that is not jitted",
+        "jit it, or make `compiler_options` a parameter",
+    ),
+    Refusal(
         ("gradient", ["check_grad"]),
         ("check", ["check_fn", "nothing"]),
         ["check_grad=True needs a reference whose gradients are right", "give a function as ref_fn"],

@@ -502,12 +502,12 @@ class BoundMethod(Generic[_P, _R]):
 
     def __init__(self, function: Any, instance: object) -> None:
         functools.update_wrapper(self, function)
-        self.instance = instance
+        self.__func__, self.__self__ = function, instance  # the names of a method
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method with the best config for these arguments."""
         try:
-            return self.__wrapped__(self.instance, *args, **kwargs)
+            return self.__wrapped__(self.__self__, *args, **kwargs)
         except KeyboardInterrupt as error:
             hide_own_frames(error)
             raise
@@ -516,11 +516,11 @@ class BoundMethod(Generic[_P, _R]):
         if name not in ("tune", "lookup", "default", "lower", "trace", "eval_shape"):
             hint = f": use {self.__qualname__}.{name}, with calls that begin with the object"
             raise AttributeError(f"a tuned method has no {name!r}{hint if hasattr(self.__wrapped__, name) else ''}")
-        return functools.partial(getattr(self.__wrapped__, name), self.instance)
+        return functools.partial(getattr(self.__wrapped__, name), self.__self__)
 
     def __reduce__(self) -> Any:
         """Pickles and copies the function and the instance, as a method does."""
-        return BoundMethod, (self.__wrapped__, self.instance)
+        return BoundMethod, (self.__wrapped__, self.__self__)
 
 
 class AutoTuner(Tuned):

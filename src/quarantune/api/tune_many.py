@@ -79,7 +79,7 @@ def _tune_of(call: Any) -> _Tune:
         raise TypeError(f"{shown(call)} is not a call to tune for: {advice}")
     function, args, kwargs = (*call, {})[:3]
     if isinstance(function, BoundMethod) and isinstance(args, (tuple, list)):
-        function, args = function.__wrapped__, (function.instance, *args)
+        function, args = function.__wrapped__, (function.__self__, *args)
     if not isinstance(function, Tuned):
         raise TypeError(f"{shown(function)} is neither an autotuned function nor an AutoTuner: {advice}")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):

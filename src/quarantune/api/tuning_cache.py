@@ -358,10 +358,11 @@ def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:
 
 
 def _tuned(function: Any) -> TunedFunction:
-    from quarantune.api.autotune import Autotuned, AutoTuner
+    from quarantune.api.autotune import Autotuned, AutoTuner, BoundMethod
     from quarantune.api.tuner import Tuned
 
     found = _imported(function) if isinstance(function, str) else function
+    found = found.__func__ if isinstance(found, BoundMethod) else found
     if isinstance(found, Tuned) and not isinstance(found, (Autotuned, AutoTuner)):
         raise TypeError(f"{found!r} tunes kernels in their context, and verify measures kernels alone: give its kernels")
     if not isinstance(found, (Autotuned, AutoTuner)):

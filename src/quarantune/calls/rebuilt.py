@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import Arguments
+from quarantune.functions.description import describe_arguments
 from quarantune.jax_internals import jax_arrays, jax_options
 from quarantune.transport import arrays
 from quarantune.transport.arrays import dtype_from_name
-from quarantune.values.codec import JsonObject, decode_json
+from quarantune.values.codec import JsonObject, canonical_json, decode_json
 
 _SEED = 0
 _NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
@@ -59,6 +60,8 @@ def rebuilt(key: str, function: TunedFunction) -> Arguments:
 def described_arguments(values: JsonObject, function: TunedFunction) -> Arguments:
     """Returns arguments of a function from their descriptions by parameter; see `rebuilt`.
 
+    It leaves out defaults, as most calls do: functions such as `ref_fn` get the arguments as the call spells them.
+
     Raises:
         CannotRebuildError: A description is incomplete, or names something that is not a parameter.
     """
@@ -67,7 +70,8 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
     rest = next((name for name, it in parameters.items() if it.kind is inspect.Parameter.VAR_KEYWORD), None)
     for name, described in values.items():
         if name in parameters and (name != rest):
-            made[name] = maker.value(name, described)
+            if not _is_default(name, described, function):
+                made[name] = maker.value(name, described)
         elif rest is not None and name != "communicates over":
             made.setdefault(rest, {})[name.removeprefix("**")] = maker.value(name, described)
         else:
@@ -75,6 +79,18 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
     ordered = {name: made[name] for name in parameters if name in made}
     bound = inspect.BoundArguments(function.signature, ordered)
     return bound.args, bound.kwargs
+
+
+def _is_default(name: str, described: Any, function: TunedFunction) -> bool:
+    """Returns whether a description is that of a parameter's default."""
+    default, statics = function.parameters[name].default, function.static_names
+    if default is inspect.Parameter.empty:
+        return False
+    static = [name] if statics is None or name in statics else []
+    with contextlib.suppress(TypeError, ValueError):  # a default may be anything, and a description too
+        own = describe_arguments({name: default}, static, is_jitted=function.is_jitted)[name]
+        return canonical_json(own) == canonical_json(described)
+    return False
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextvars
 import functools
 import inspect
 import re
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -50,15 +51,27 @@ def describe_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], inspe
     """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
 
     Raises:
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or a method of an object that is jitted.
     """
     if not callable(fn):
         raise TypeError(f"{fn!r} cannot be called: give a function")
+    if any(map(jax_functions.is_jitted, _functions_in(fn))):
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)!r} is a jitted method of an object: give the function of its class, and "
+            f"the object as the first argument of each call"
+        )
     inner = getattr(fn, "__wrapped__", None)
     if inner is not None and not jax_functions.is_jitted(fn) and jax_functions.is_jitted(inner):
         fn = inner  # `fn` is an autotuned function, and the caller tunes it with other configs
     static_names = jax_functions.jit_options(fn).static_names if jax_functions.is_jitted(fn) else None
-    return fn, signature_of(inspect.unwrap(fn)), static_names
+    # The function inside a method's wrapper also takes the object.
+    return fn, signature_of(fn if isinstance(fn, types.MethodType) else inspect.unwrap(fn)), static_names
+
+
+def _functions_in(method: Any) -> list[Any]:
+    """Returns the function of a bound method, tuned or not, and the function inside that; nothing for a function."""
+    function = getattr(method, "__func__", None)
+    return [] if function is None else [function, getattr(function, "__wrapped__", None)]
 
 
 def signature_of(fn: Any) -> inspect.Signature:

@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from tuned_functions import here
 import quarantune
 from quarantune import Outcome, Trial, TuningResult
 from quarantune.answers import recording
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import keyed
+from quarantune.calls.rebuilt import rebuilt
 from quarantune.cli.entry_point import main
 from quarantune.tuning import verification
 
@@ -278,3 +282,104 @@ def test_many_contextual_functions_are_tuned_by_one_call(name: str) -> None:
     assert result.kernels  # type: ignore[attr-defined]
     assert layer.lookup(X)
 
+
+
+# --- donated arguments, searches and methods -----------------------------------------------------------------------
+
+
+def test_donated_arguments_leave_gradients_their_noise(name: str) -> None:
+    def rounded(x: Any, n: int = 4) -> Any:
+        return jnp.cumsum(jnp.sin(x) / 3)
+
+    noises = []
+    for donated in ({}, {"donate_argnames": ["x"]}):
+        jitted = jax.jit(rounded, static_argnames=["n"], **donated)
+        tuned = quarantune.autotune([{"n": 1}], rep=1, name=f"{name}-{len(donated)}", check_grad=True)(jitted)
+        with here():
+            noises.append(tuned.tune(jnp.asarray(X)).noise)
+    assert noises[0] == noises[1] is not None
+
+
+def test_a_users_search_may_ask_configs_as_they_were_listed(name: str) -> None:
+    class InTurn:
+        def __init__(self) -> None:
+            self.left = [{"n": 2}, {"n": 1, "compiler_options": {"xla_cpu_enable_fast_math": False}}]
+
+        def ask(self, n: int) -> list[Any]:
+            asked, self.left = self.left[:n], self.left[n:]
+            return asked
+
+        def tell(self, config: Any, trial: Any) -> None: ...
+
+    fn = parts(name, InTurn().left, search=InTurn())
+    with here():
+        assert len(fn.tune(X).trials) == 2
+
+
+class Model:
+    """Has a tuned method."""
+
+    @quarantune.autotune([{"n": 1}, {"n": 2}], **QUICK)
+    @functools.partial(jax.jit, static_argnames=["self", "n"])
+    def scaled(self, x: Any, n: int = 4) -> Any:
+        return 2 * x.reshape(n, -1).reshape(x.shape)
+
+
+def test_many_methods_are_tuned_and_others_name_their_class() -> None:
+    model = Model()
+    with here():
+        (result,) = quarantune.tune_many([(model.scaled, (X,))])
+    assert model.scaled.lookup(X) == result.best_config
+    with pytest.raises(AttributeError, match=r"no 'tune_for': use Model.scaled.tune_for, with calls that begin with"):
+        model.scaled.tune_for([(X,)])
+    with pytest.raises(AttributeError, match="no 'tune_fro'$"):
+        model.scaled.tune_fro
+
+
+def test_a_refused_sweep_does_not_count_as_interrupted(
+    name: str, cache_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(1) as pool, quarantune.settings(executor=pool, isolation="none"):
+        with pytest.raises(ValueError, match="QUARANTUNE_ISOLATION=none .* executor= .* unset one of them"):
+            parts(name, [{"n": 1}]).tune(X)
+    assert main(["cache", "list", "--running"]) == 0
+    assert "no sweep runs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", [Model().scaled, Model.scaled.__wrapped__.__get__(Model())], ids=["tuned", "jitted"])
+def test_a_jitted_method_of_an_object_is_refused_by_name(made: Any) -> None:
+    for ask in (
+        lambda: quarantune.AutoTuner(made, [{"n": 1}]),
+        lambda: quarantune.compile_check(made, [{"n": 1}], X, target="cpu"),
+        lambda: quarantune.compile_configs(made, [{"n": 1}], X),
+        lambda: quarantune.contextual_autotune(made),
+    ):
+        with pytest.raises(TypeError, match="'Model.scaled' is a jitted method of an object: give the function of its"):
+            ask()
+
+
+def test_a_wrapped_method_of_an_object_takes_its_arguments(name: str) -> None:
+    class Plain:
+        @functools.wraps(lambda self, x, n=4: x)
+        def doubled(self, x: Any, n: int = 4) -> Any:
+            return 2 * x
+
+    with here():
+        result = quarantune.AutoTuner(Plain().doubled, [{"n": 1}], name=name, rep=1).run(X)
+    np.testing.assert_array_equal(result.fn(X), 2 * X)
+
+
+def test_recorded_calls_leave_defaults_out_as_calls_do(name: str) -> None:
+    def half(x: Any, mode: str = "up", by: float = 2.0, n: int = 4) -> Any:
+        return x / by
+
+    fn = quarantune.autotune([{"n": 1}], name=name, ref_fn=lambda x: x / 2, rep=1)(
+        jax.jit(half, static_argnames=["mode", "n"])
+    )
+    key = keyed(BoundCall(fn.function, (X,), {})).id.key
+    (args, kwargs) = rebuilt(key, fn.function)
+    assert (len(args), kwargs) == (1, {})
+    with here():
+        assert fn.tune(*args).trials[0].outcome in ("ok", "slow"), "ref_fn takes these arguments"
+    spelt = keyed(BoundCall(fn.function, (X, "down"), {"by": 3.0})).id.key
+    assert rebuilt(spelt, fn.function)[0][1:] == ("down",)
