@@ -10,6 +10,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -44,6 +45,7 @@ TOLD = (
     "without its compiler_options inside a trace",
     "donated buffers were not usable",
     "shapes are symbolic",
+    "did not compile",
 )
 """Parts of the warnings that rows may emit."""
 
@@ -127,7 +129,7 @@ def under(row: Row, place: Path) -> Iterator[None]:
             chosen["executor"] = stack.enter_context(ThreadPoolExecutor(1))
         if row["ranks"] == "two":
             two = jax_backends.Coordination(client=Client(), rank=0, ranks=2)
-            stack.enter_context(mock.patch.object(jax_backends, "coordination", lambda: two))
+            stack.enter_context(mock.patch.object(jax_backends, "coordination", return_value=two))
             stack.enter_context(mock.patch.object(ranks, "GRACE_S", 0.01))
         stack.enter_context(quarantune.settings(**chosen))
         yield
@@ -234,7 +236,6 @@ def asked(row: Row, made: Made, x: Any, results: list[Any]) -> Any:
 
 def first(row: Row, place: Path) -> None:
     """Runs a row, asserts what always holds, and writes the outcome for the test and for the second process."""
-    before = set(aftermath.shared_memory())
     outcome: dict[str, Any]
     with around(row, place):
         try:
@@ -248,13 +249,19 @@ def first(row: Row, place: Path) -> None:
                 ran = [*place.glob("cache/*/*.jsonl"), *place.glob("cache/*/*.sweep")]
                 assert not ran, f"a sweep began before {outcome['refused']}"
     assert aftermath.eventually(lambda: not aftermath.strays()), aftermath.strays()
-    assert aftermath.eventually(lambda: set(aftermath.shared_memory()) <= before), aftermath.shared_memory()
+    assert aftermath.eventually(lambda: not _shared_memory()), _shared_memory()
     (place / "outcome.json").write_text(json.dumps(outcome))
+
+
+def _shared_memory() -> list[str]:
+    """Returns this process's names in the machine's shared memory."""
+    return [name for name in aftermath.shared_memory() if name.startswith(f"quarantune-{os.getpid()}-")]
 
 
 def _told_error(row: Row, error: Exception) -> dict[str, str]:
     """Returns the outcome of a row that raised."""
-    if isinstance(error, quarantune.CacheMissError) and (row["on_miss"] == "error" or row["ask"] in ("run", "tune_many")):
+    may_miss = row["on_miss"] == "error" or row["ask"] in ("run", "tune_many")
+    if isinstance(error, quarantune.CacheMissError) and may_miss:
         return {"missed": str(error)}
     if isinstance(error, quarantune.TuningFailedError) and row["source"] == "failure":
         return {"failed": str(error)}

@@ -93,9 +93,14 @@ def is_plain(row: Row) -> bool:
     return row["kind"] == "plain" and row["ask"] != "contextual"
 
 
+def is_of_numpy(row: Row) -> bool:
+    """Returns whether the function computes with NumPy: JAX differentiates only its own operations."""
+    return is_plain(row) and row["gradient"] != "check_grad"
+
+
 def function_of(row: Row) -> Any:
     """Returns the function to tune, not jitted yet."""
-    xp, fails = np if is_plain(row) else jnp, row["source"] == "failure"
+    xp, fails = np if is_of_numpy(row) else jnp, row["source"] == "failure"
     if row["kind"] == "method":
         if row["origin"] == "module":
             return failing_method if fails else method
@@ -191,9 +196,7 @@ def time_of(trial: quarantune.Trial) -> float:
 
 def options_of(row: Row) -> dict[str, Any]:
     """Returns the options of `autotune`."""
-    ref_fn = (
-        methods_reference if row["kind"] == "method" else numpy_reference if is_plain(row) else reference
-    )
+    ref_fn = methods_reference if row["kind"] == "method" else numpy_reference if is_of_numpy(row) else reference
     chosen: dict[str, dict[str, Any]] = {
         "check": {"ref_fn": {"ref_fn": ref_fn}, "check_fn": {"check_fn": is_close}, "nothing": {"ref_fn": None}},
         # A rule needs calls with different keys.
@@ -258,7 +261,8 @@ def make(row: Row) -> Made:
     if row["ask"] == "run" or (is_plain(row) and row["ask"] in ("tune_many", "recorded", "verify")):
         kernel: Any = quarantune.AutoTuner(fn, configs, **options)
     else:
-        kernel = quarantune.autotune(configs, **(options | ({"name": "kernel"} if row["ask"] == "contextual" else {})))(fn)
+        own_name = {"name": "kernel"} if row["ask"] == "contextual" else {}
+        kernel = quarantune.autotune(configs, **(options | own_name))(fn)
         if is_method:
             Model.apply = kernel
     TUNED = kernel

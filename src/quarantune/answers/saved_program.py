@@ -97,7 +97,7 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
         config: the config of the result.
     """
     program, winner = entry.get("program"), _winner_of(entry)
-    if not winner or not isinstance(program, dict):
+    if not winner or not isinstance(program, dict) or call.call.is_symbolic:  # other shapes have other programs
         return ""
     if "arguments" in program and program["arguments"] != _arguments(call):
         return ""

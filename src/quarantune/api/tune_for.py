@@ -14,6 +14,7 @@ from quarantune.answers.layers import open_store
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
+from quarantune.cache.entry_file import Entry
 from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, keyed_to_tune
@@ -94,15 +95,20 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
     if not now.settings.disable_cache:
         entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
-        entry["calls"] = [share.to_json() for share in shares]
-        if "arguments" in entry:
-            entry["arguments"] = [each.arguments for each in described]
-        try:
-            open_store(now.settings).put(*first.id, entry)
-        except CacheWriteError as error:
-            problems.report_once(str(error))
+        _save(entry, described, shares, now)
     tuner.adopt(first, result, now)
     return result
+
+
+def _save(entry: Entry, described: Sequence[KeyedCall], shares: Sequence[CallShare], now: Situation) -> None:
+    """Saves an entry with the calls that it is for."""
+    entry["calls"] = [share.to_json() for share in shares]
+    if "arguments" in entry:
+        entry["arguments"] = [each.arguments for each in described]
+    try:
+        open_store(now.settings).put(*described[0].id, entry)
+    except CacheWriteError as error:
+        problems.report_once(str(error))
 
 
 def given_arguments(call: Any) -> Arguments:

@@ -78,8 +78,8 @@ def _tune_of(call: Any) -> _Tune:
     if not isinstance(call, (tuple, list)) or len(call) not in (2, 3):
         raise TypeError(f"{shown(call)} is not a call to tune for: {advice}")
     function, args, kwargs = (*call, {})[:3]
-    if isinstance(function, BoundMethod) and isinstance(args, (tuple, list)):
-        function, args = function.__wrapped__, (function.__self__, *args)
+    if isinstance(method := function, BoundMethod) and isinstance(args, (tuple, list)):
+        function, args = method.__func__, (method.__self__, *args)
     if not isinstance(function, Tuned):
         raise TypeError(f"{shown(function)} is neither an autotuned function nor an AutoTuner: {advice}")
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):

@@ -266,8 +266,9 @@ class TuningCache:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
         The function's `supply` makes the arguments from each entry's shapes, dtypes and static values, under the JAX
-        settings of the entry. A winner that `tune_for` chose is measured for all its calls. Without `retune`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
-        imports names from a cache, so it needs the functions.
+        settings of the entry. A winner that `tune_for` chose is measured for all its calls. Without `retune`, this
+        saves no result, but it adds the measured program to an entry of an earlier version. It never imports names from
+        a cache, so it needs the functions.
 
         Args:
             *functions: the tuned functions: objects from `autotune` or `AutoTuner`, or texts such as
@@ -364,7 +365,8 @@ def _tuned(function: Any) -> TunedFunction:
     found = _imported(function) if isinstance(function, str) else function
     found = found.__func__ if isinstance(found, BoundMethod) else found
     if isinstance(found, Tuned) and not isinstance(found, (Autotuned, AutoTuner)):
-        raise TypeError(f"{found!r} tunes kernels in their context, and verify measures kernels alone: give its kernels")
+        what = "tunes kernels in their context, and verify measures kernels alone: give its kernels"
+        raise TypeError(f"{found!r} {what}")
     if not isinstance(found, (Autotuned, AutoTuner)):
         shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
         raise TypeError(f"{shown!r} is not a tuned function: give the result of @quarantune.autotune, or an AutoTuner")

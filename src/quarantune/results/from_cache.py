@@ -112,7 +112,7 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
 
 
 def _shares(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
-    """Returns the calls that an entry was tuned for together, and by what; none for others, or if they are malformed."""
+    """Returns the calls that an entry was tuned for together, and by what; none for others or malformed ones."""
     try:
         shares = tuple(map(CallShare.from_json, entry.get("calls", ())))
         return shares, str(entry["search"]["name"]).rpartition(" ")[2] if shares else ""

@@ -136,7 +136,8 @@ def entry_for(
         **({"bits": findings.bits} if findings.bits else {}),
         "trials": found["trials"],
         "search": search | found["search"],
-        **({"program": program} if program else {}),
+        # An empty program says that no process can rely on its trace, so that nobody adds it later.
+        **({} if program is None else {"program": program}),
     }
 
 

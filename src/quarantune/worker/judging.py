@@ -415,7 +415,13 @@ class Judge:
             config, _ = split_config(fn, config)  # JAX refuses compiler options under differentiation
             fn = jax_functions.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
-        return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
+        try:
+            return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
+        except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+            raise TypeError(
+                f"check_grad differentiates it by JAX, and it takes values out of JAX ({type(error).__name__}): "
+                f"write it with jax.numpy, or leave check_grad out"
+            ) from error
 
 
 def _refused(found: Judgement, reason: str | None, where: str, numerics: str) -> Judgement:

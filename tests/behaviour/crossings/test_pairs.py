@@ -33,7 +33,8 @@ def run(processes: list[SharedPython], tmp_path: Path) -> Callable[[crossings.Ro
         outcome: dict[str, Any] = {}
         for process, step in zip(processes, ("first", "second"), strict=True):
             script = tmp_path / f"{step}_process.py"
-            script.write_text(f"import pathlib, crossed_calls\ncrossed_calls.{step}({row}, pathlib.Path({str(tmp_path)!r}))\n")
+            place = f"pathlib.Path({str(tmp_path)!r})"
+            script.write_text(f"import pathlib, crossed_calls\ncrossed_calls.{step}({row}, {place})\n")
             done = process.run(script, **FLAGS)
             assert done.returncode == 0, f"{crossings.label(row)}\n{done.stdout}{done.stderr}"
             outcome = json.loads((tmp_path / "outcome.json").read_text())
@@ -52,7 +53,7 @@ def test_a_tuned_call_computes_what_the_untuned_one_does(row: crossings.Row, run
     assert "refused" not in outcome, f"{crossings.label(row)}\n{outcome['refused']}\n{outcome['trace']}"
 
 
-@pytest.mark.parametrize("pair", [pytest.param(it, id="-".join(sorted(f"{a}={b}" for a, b in it))) for it in crossings.REFUSED])
+@pytest.mark.parametrize("pair", crossings.REFUSED, ids=lambda it: "-".join(sorted(f"{a}={b}" for a, b in it)))
 def test_a_refused_pair_is_refused_by_name(pair: crossings.Pair, run: Any) -> None:
     outcome = run(crossings.completed(pair))
     assert "refused" in outcome, outcome
