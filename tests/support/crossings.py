@@ -52,6 +52,8 @@ FEATURES: Mapping[str, Sequence[str]] = {
     "devices": ("one", "two"),
     "scopes": ("1", "0"),
 }
+RISKIEST = ("kind", "gradient", "numerics", "key_fn", "donation", "devices")
+"""The features whose triples also meet: most faults were found between two of these."""
 DEFAULTS: Row = {feature: values[0] for feature, values in FEATURES.items()}
 
 Pair: TypeAlias = frozenset[tuple[str, str]]

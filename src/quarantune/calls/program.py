@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import jax
+
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import jitted_with, split_config
 from quarantune.host.interruptions import is_interruption
@@ -45,8 +47,8 @@ def program_of(call: KeyedCall, config: Config, *, lowers: bool = True) -> CallP
         lowers: whether to lower the program too, unless lowering would initialise a backend, or JAX is tracing.
 
     Returns:
-        The program. None if the function is not jitted or communicates inside `shard_map`, if a shape is symbolic, or
-        if its text or identity could not be made.
+        The program. None if the function is not jitted or inside `shard_map`, if a shape is symbolic, or if its text
+        or identity could not be made.
     """
     if (name := text_of(config)) not in call.programs:
         call.programs[name] = None
@@ -64,6 +66,8 @@ def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram
     function, args, kwargs = call.call.function, call.call.args, call.call.kwargs
     if not function.is_jitted or call.call.is_symbolic or call.axes is not None:
         return None
+    if jax_traces.bound_axes() and any(map(_varies, jax.tree.leaves((args, kwargs)))):
+        return None  # inside `shard_map`, JAX adds casts, which the program of one shard lacks
     jitted, keywords = jitted_with(function.fn, config)
     _, options = split_config(function.fn, config)
     lowers = lowers and jax_backends.backends_initialized() and not jax_traces.is_tracing()
@@ -85,3 +89,8 @@ def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram
         return CallProgram(f"{programs.PREFIX}{text.hash}.", text)
     lowered = traced.lower()
     return CallProgram(programs.identity(lowered, lowered.as_text(), text, options), text)
+
+
+def _varies(leaf: object) -> bool:
+    """Returns whether an argument may differ between the devices of a `shard_map`."""
+    return isinstance(leaf, jax.Array) and bool(jax_traces.varying_axes(leaf))

@@ -48,6 +48,7 @@ from quarantune.cli.output import (
 )
 from quarantune.devices import discovery, targets
 from quarantune.engine import distributed
+from quarantune.functions.names import PROGRAMS
 from quarantune.host.shared_files import Directory, advice
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
@@ -310,7 +311,7 @@ def made_again(
 def loaded_by_name(function: str, name: str) -> Tuned | str:
     """Imports a function, or its tuner in the same module; returns a message if that fails."""
     module = function.partition(":")[0]
-    if "<locals>" in function or not module.replace(".", "_").isidentifier():  # a path, for one
+    if "<locals>" in function or module in PROGRAMS or not module.replace(".", "_").isidentifier():  # a path, for one
         return f"{function!r} is not at the top of a module: tune it in Python, with tune_many(recording)"
     try:
         found, missing = calls.load(function), f"{module!r} tunes nothing of the name {name!r}."

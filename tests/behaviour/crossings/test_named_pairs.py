@@ -426,3 +426,13 @@ def test_a_new_process_exports_with_the_config_of_a_bucket(name: str) -> None:
     fn = made()
     exported = jax.export.export(jax.jit(lambda x: fn(x)))(struct)
     np.testing.assert_allclose(exported.call(np.ones((3, 16), np.float32)), 2 * np.sin(1), rtol=1e-5)
+
+
+def test_results_for_one_shard_are_used_inside_shard_map(name: str) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    with here():
+        parts(name, [{"n": 1}, {"n": 2}]).tune(jax.ShapeDtypeStruct(X.shape, X.dtype))  # ahead of time
+    with quarantune.settings(on_miss="error"):
+        found = jax.shard_map(parts(name, [{"n": 1}, {"n": 2}]), mesh=mesh, in_specs=spec, out_specs=spec)(X)
+    np.testing.assert_allclose(found, 2 * np.sin(X), rtol=1e-5)

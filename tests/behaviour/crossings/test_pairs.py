@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from helpers import ROOT, SUPPORT, child_environ
 from shared_python import SharedPython
 
 ROWS = crossings.rows()
+TRIPLES = crossings.rows(crossings.RISKIEST, strength=3)
+QUICK, SLOW = 6, 26
+"""The numbers of rows that the quick and the slow tier run: a third, and three quarters of the pairs."""
 FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
@@ -45,15 +49,43 @@ def run(processes: list[SharedPython], tmp_path: Path) -> Callable[[crossings.Ro
     return run_row
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(at), marks=[pytest.mark.slow] * (at % 3 > 0)) for at, row in enumerate(ROWS)]
-)
+def tier(at: int) -> list[pytest.MarkDecorator]:
+    return [*[pytest.mark.slow] * (at >= QUICK), *[pytest.mark.long] * (at >= SLOW)]
+
+
+def covered(rows: list[crossings.Row], strength: int) -> set[crossings.Pair]:
+    return {frozenset(it) for row in rows for it in itertools.combinations(row.items(), strength)}
+
+
+def test_the_rows_hold_every_pair_and_triple() -> None:
+    pairs, triples = (crossings.groups(it, n) for it, n in ((tuple(crossings.FEATURES), 2), (crossings.RISKIEST, 3)))
+    assert pairs <= covered(ROWS, 2)
+    assert triples <= covered(TRIPLES, 3)
+    quick, slow = (len(pairs & covered(ROWS[:count], 2)) / len(pairs) for count in (QUICK, SLOW))
+    assert (quick > 1 / 3, slow > 3 / 4) == (True, True), (quick, slow)
+    assert not [row for row in [*ROWS, *TRIPLES] if not crossings.is_possible(row)]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(at), marks=tier(at)) for at, row in enumerate(ROWS)])
 def test_a_tuned_call_computes_what_the_untuned_one_does(row: crossings.Row, run: Any) -> None:
     outcome = run(row)
     assert "refused" not in outcome, f"{crossings.label(row)}\n{outcome['refused']}\n{outcome['trace']}"
 
 
-@pytest.mark.parametrize("pair", crossings.REFUSED, ids=lambda it: "-".join(sorted(f"{a}={b}" for a, b in it)))
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(at)) for at, row in enumerate(TRIPLES)])
+def test_triples_of_the_riskiest_features_hold(row: crossings.Row, run: Any) -> None:
+    outcome = run(row)
+    assert "refused" not in outcome, f"{crossings.label(row)}\n{outcome['refused']}\n{outcome['trace']}"
+
+
+def _named(pair: crossings.Pair) -> Any:
+    is_long = not {("ask", "verify"), ("ask", "recorded")}.isdisjoint(pair)  # these tune first
+    return pytest.param(pair, id="-".join(sorted(map("=".join, pair))), marks=[pytest.mark.slow] * is_long)
+
+
+@pytest.mark.parametrize("pair", map(_named, crossings.REFUSED))
 def test_a_refused_pair_is_refused_by_name(pair: crossings.Pair, run: Any) -> None:
     outcome = run(crossings.completed(pair))
     assert "refused" in outcome, outcome
