@@ -230,7 +230,7 @@ def memory(settings: Settings) -> Check:
     is_good = free >= _GIB * slots
     few = "" if is_good else f", less than 1 GiB for each of {slots} compile workers"
     found = f"{free / _GIB:.1f} GiB are free within the machine and its cgroups{few}"
-    remedy = "free some, give the job more, or set QUARANTUNE_MAX_CPU_COUNT lower"
+    remedy = "free some, give the job more, or set QUARANTUNE_NUM_WORKERS lower"
     return _judged("memory", found, remedy, is_good=is_good)
 
 
@@ -312,9 +312,7 @@ def thread_variables() -> Check:
 
 def _compile_slots(settings: Settings) -> int:
     """Returns the number of configs that compile at a time under these settings."""
-    return machine.compile_slots(
-        utilization=settings.cpu_utilization, count=settings.cpu_count, max_count=settings.max_cpu_count
-    )
+    return machine.compile_slots(settings.num_workers)
 
 
 def _amount(size: int) -> str:

@@ -584,7 +584,7 @@ def shaped(**options: Any) -> quarantune.Autotuned:
 def around_shaped() -> Any:
     inner = shaped(name="inner")
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @quarantune.contextual_autotune(rep=1, ref_fn=None)
     @jax.jit(static_argnames=["shape"])
     def outer(x: Any, shape: Any) -> Any:
         return inner(x, shape)
@@ -803,7 +803,7 @@ def test_a_script_is_named_after_its_file(tmp_path: Path, cache_dir: Path) -> No
             """
         )
     )
-    assert python(script).strip() == "<autotuned some_script.kernel>"
+    assert python(script).strip() == "<Autotuned some_script.kernel: 1 config of n>"
 
 
 # --- travelling ---------------------------------------------------------------------------------------------

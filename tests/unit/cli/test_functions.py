@@ -61,7 +61,7 @@ def differs(x, block: int = 1):
     return x.reshape(-1, block).sum() * (1 + os.getpid())
 
 
-@quarantune.contextual_autotune(n_repeat=1)
+@quarantune.contextual_autotune(rep=1)
 def layer(x):
     return total(x)
 
@@ -223,7 +223,7 @@ def test_contextual_tuning_names_no_command_that_is_refused(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     text = KERNELS.replace(", prune_fn=lambda config, x: False", "")
-    layer = "\n\n@quarantune.contextual_autotune(n_warmup=0, n_repeat=1)\ndef layer(x):\n    return total(x)\n"
+    layer = "\n\n@quarantune.contextual_autotune(warmup=0, rep=1)\ndef layer(x):\n    return total(x)\n"
     Path(f"{kernels}.py").write_text(text + layer)
     assert main.main(["tune", f"{kernels}:layer", "--args", "f32[64]"]) == 0
     shown = capsys.readouterr().out
