@@ -340,7 +340,15 @@ def cache_directory(settings: Settings) -> list[Check]:
         found = f"{str(settings.cache_dir)!r} cannot be written ({error.strerror}): no result is kept"
         remedy = f"{advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
         return [fail("cache directory", found, remedy)]
-    return [*checks, _content(settings.cache_dir)]
+    return [*checks, *_missing(settings), _content(settings.cache_dir)]
+
+
+def _missing(settings: Settings) -> Iterator[Check]:
+    """Yields a check for each directory of `CACHE_PATH` that is not there."""
+    for directory in settings.cache_path:
+        if isinstance(directory, Path) and not os.path.isdir(directory):
+            found = f"QUARANTUNE_CACHE_PATH names {str(directory)!r}, which is not a directory: it gives no results"
+            yield warn("cache path", found, "make it or mount it, or correct the name")
 
 
 def _room(path: Path) -> Check:

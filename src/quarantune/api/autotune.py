@@ -30,7 +30,7 @@ from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
 from quarantune.functions.names import cache_name
-from quarantune.host.frames import hide_own_frames, own_frames_hidden
+from quarantune.host.frames import ends_at_caller, hide_own_frames, own_frames_hidden
 from quarantune.jax_internals import jax_arrays, jax_functions, jax_options
 from quarantune.values import blocks
 from quarantune.values.blocks import settings
@@ -422,7 +422,8 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        config = self._tuner.lookup(self._tuner.bind(args, kwargs))
+        with own_frames_hidden():
+            config = self._tuner.lookup(self._tuner.bind(args, kwargs))
         return None if config is None else as_given(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -526,8 +527,9 @@ class BoundMethod(Generic[_P, _R]):
         """Calls the method with the best config for these arguments."""
         try:
             return self.__wrapped__(self._instance, *args, **kwargs)
-        except KeyboardInterrupt as error:
-            hide_own_frames(error)
+        except BaseException as error:
+            if ends_at_caller(error):
+                hide_own_frames(error)
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -419,7 +419,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "completion": Command(
         "print a script that completes commands and options in a shell",
-        (("shell", {"choices": ("bash", "zsh", "fish")}),),
+        (("shell", {"choices": ("bash", "zsh", "fish"), "help": "bash, zsh or fish"}),),
         examples=(
             "source <(quarantune completion bash)            # in ~/.bashrc",
             "source <(quarantune completion zsh)             # in ~/.zshrc",

@@ -302,7 +302,7 @@ class Options:
     @property
     def device_memory_bytes(self) -> int | None:
         """The most bytes of device memory of a program; None for no bound."""
-        return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
+        return None if self.max_device_memory is None else int(parse_memory(self.max_device_memory, least=1))
 
     @property
     def is_by_time(self) -> bool:
