@@ -43,6 +43,11 @@ from quarantune.values.trial import Outcome, Trial
 
 __all__ = ["Check", "Status", "failed", "run"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 _PATIENCE_S = 60.0
