@@ -235,8 +235,15 @@ def test_the_nearest_entry_gives_only_configs_the_call_has(tmp_path: Path, confi
     store_winner(tmp_path, fn, 5, X[:5])  # the nearest, but in no list for `x`
     store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # also in no list
     with on_path(tmp_path, on_miss="nearest"):
-        with pytest.warns(CacheWarning, match="running with its defaults"):
+        with (
+            pytest.warns(CacheWarning, match="running with its defaults"),
+            pytest.warns(
+                CacheWarning, match="ON_MISS=nearest does not use the nearest entry: .* has the config"
+            ) as why,
+        ):
             fn(x)
+        drops = "prune_fn drops" if "prune_fn" in given else "not among the call's configs"
+        assert any(drops in str(each.message) for each in why)
         with pytest.raises(CacheMissError):
             quarantune.AutoTuner(fn, configs, name=name, **given).run(x)
         store_winner(tmp_path, fn, 4, X[:6])

@@ -123,7 +123,10 @@ def test_a_config_that_kills_its_worker_leaves_its_last_words(run: Run) -> None:
     code, out, _ = run('{"block": 2}')
     assert code == 1
     assert out.startswith("tracing 2 PLAIN False\nthe last words\n")
-    assert out.endswith("with block=2: crashed (compile)\n  the process exited with code 7 without a result\n")
+    assert out.endswith(
+        "with block=2: crashed (compile)\n  the process exited with code 7 without a result: see the end of its output, or all "
+        "of it with `quarantune run`\n"
+    )
     assert run('{"block": 8}')[0] == 0
 
 
@@ -136,7 +139,8 @@ def test_an_endless_config_is_ended_with_its_stack_shown(run: Run) -> None:
         code, out, _ = run('{"block": 1}')
     assert code == 1
     assert "in quarantune_never_ends\n" in out
-    assert out.endswith(f"with block=1: timeout (compile)\n  compiling took longer than {deadline:g} s\n")
+    message = f"compiling took longer than {deadline:g} s: raise compile_timeout to allow more"
+    assert out.endswith(f"with block=1: timeout (compile)\n  {message}\n")
 
 
 @pytest.mark.slow

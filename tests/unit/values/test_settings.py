@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quarantune.values import blocks
-from quarantune.values.amounts import parse_memory
+from quarantune.values.amounts import memory_text, parse_memory
 from quarantune.values.blocks import current, settings
 from quarantune.values.settings import Settings
 
@@ -243,6 +243,17 @@ def test_a_block_holds_in_its_task_and_ends_in_any_order() -> None:
     assert (current().timeout, current().compile_timeout) == (None, 4.0)
     second.__exit__(None, None, None)
     assert current().compile_timeout is None
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("2GiB", "1.00 GiB"), ("2GB", "1.07 GB"), ("4000 mb", "1073.74 MB"), (2**31, "1,073,741,824 bytes")],
+)
+def test_amounts_are_shown_in_the_unit_that_was_given(written: str | int, shown: str) -> None:
+    given = parse_memory(written)
+    assert memory_text(2**30, given) == shown
+    assert memory_text(2**30, parse_memory(given)) == shown
+    assert memory_text(2**30, 2**31) == "1.07 GB", "nobody wrote this one"
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
