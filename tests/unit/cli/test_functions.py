@@ -123,10 +123,8 @@ def test_a_config_that_kills_its_worker_leaves_its_last_words(run: Run) -> None:
     code, out, _ = run('{"block": 2}')
     assert code == 1
     assert out.startswith("tracing 2 PLAIN False\nthe last words\n")
-    assert out.endswith(
-        "with block=2: crashed (compile)\n  the process exited with code 7 without a result: see the end of its output, or all "
-        "of it with `quarantune run`\n"
-    )
+    message = "the process exited with code 7 without a result: see the end of its output"
+    assert f"with block=2: crashed (compile)\n  {message}" in out
     assert run('{"block": 8}')[0] == 0
 
 
