@@ -274,7 +274,9 @@ def named(store: Store, names: Collection[str]) -> list[str]:
     Raises:
         ValueError: a name has neither.
     """
-    return _named(store, names, sorted({*store.names(), *(path.stem for path in paths(store.directory, "*.trials"))}))
+    return _named(
+        store, names, sorted({*store.names(), *(path.parent.stem for path in paths(store.directory, "*.trials/*"))})
+    )
 
 
 def _named(store: Store, names: Collection[str], known: Collection[str]) -> list[str]:

@@ -397,12 +397,12 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is not an autotuned function: check a kernel that it calls")
     function = tuned.function
-    how: dict[str, Any] = {"target": target, "again": options.again, "estimate": options.estimate}
+    checked = functools.partial(compile_check, target=target, again=options.again, estimate=options.estimate)
     records: list[JsonObject] = []
     ended_well = True
     for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
-            report = compile_check(tuned, function.configs, *call.args, **how, **call.kwargs)
+            report = checked(tuned, function.configs, *call.args, **call.kwargs)
         described = calls.describe(call, function.signature)
         if records:
             out.line()

@@ -403,7 +403,6 @@ COMMANDS: Mapping[str, Command] = {
             _value("--search NAME", "a search; repeat it for others (default: surrogate and random)", action="append"),
             _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),
             _value("--max-trials N", "the most trials (default: 400)", type=_COUNT, default=400),
-            _value("--batch N", "configs asked at a time (default: 8)", type=_COUNT, default=8),
             _JSON,
         ),
         examples=(

@@ -265,8 +265,8 @@ def replay(options: argparse.Namespace, out: Output) -> int:
     from quarantune.results.replay import replay as run
 
     with input_errors(ValueError, TypeError, ImportError, OSError):
-        limits = {"max_trials": options.max_trials, "batch": options.batch}
-        result = run(options.recorded, options.search or _REPLAYED, seeds=range(options.seeds), **limits)
+        names = options.search or _REPLAYED
+        result = run(options.recorded, names, seeds=range(options.seeds), max_trials=options.max_trials)
     out.line(result.table())
     searches = {
         name: [

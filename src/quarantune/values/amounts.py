@@ -14,7 +14,7 @@ _UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g",
 _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
 
 
-class Memory(int):
+class MemoryAmount(int):
     """An amount of memory in bytes, which remembers the unit in which a user wrote it.
 
     Attributes:
@@ -31,7 +31,7 @@ def memory_text(amount_bytes: int, like: int) -> str:
         amount_bytes: the amount.
         like: the other amount.
     """
-    unit = like.unit if isinstance(like, Memory) else "g"
+    unit = like.unit if isinstance(like, MemoryAmount) else "g"
     return f"{amount_bytes / _UNITS[unit]:.2f} {unit.capitalize()}B" if unit else f"{amount_bytes:,} bytes"
 
 
@@ -46,7 +46,7 @@ def too_long(doing: str, limit_s: float, option: str) -> str:
     return f"{doing} took longer than {limit_s:g} s: raise {option} to allow more"
 
 
-def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> Memory:
+def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> MemoryAmount:
     """Returns an amount of memory in bytes.
 
     Args:
@@ -57,7 +57,7 @@ def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> Memory:
     Raises:
         ValueError: the value is not an amount of memory, or too little.
     """
-    if isinstance(value, Memory):
+    if isinstance(value, MemoryAmount):
         return value
     text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
@@ -71,7 +71,7 @@ def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> Memory:
             f"{shown(value)} is {amount:.0f} bytes, and no worker starts with less than 16 MiB: "
             "give a number with a unit, as in '8GB' or '512MiB'"
         )
-    parsed = Memory(amount)
+    parsed = MemoryAmount(amount)
     parsed.unit = (match[2] if match else None) or ""
     return parsed
 
