@@ -228,7 +228,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            with own_frames_hidden(), on_engine(self.function.signature, kwargs) as (kwargs, resume):
+            with on_engine(self.function.signature, kwargs) as (kwargs, resume):
                 return self._tuner.tune(self._tuner.bind(args, kwargs), resume=resume)
         finally:
             self.forget()
@@ -331,7 +331,8 @@ class Autotuned(TunedCallable[_P, _R]):
             EngineError: The executor could not run the sweep.
             TypeError: The call sets a tunable parameter.
         """
-        return cast("TuningResult", self._tune(args, kwargs))
+        with own_frames_hidden():
+            return cast("TuningResult", self._tune(args, kwargs))
 
     def tune_for(
         self, calls: Sequence[Any], weights: Sequence[float] | None = None, *, by: Literal["total", "worst"] = "total"

@@ -160,7 +160,8 @@ class Contextual(TunedCallable[_P, _R]):
         Raises:
             TuningFailedError: The function failed with every config of a kernel.
         """
-        return cast("ContextualResult", self._tune(args, kwargs))
+        with own_frames_hidden():
+            return cast("ContextualResult", self._tune(args, kwargs))
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
