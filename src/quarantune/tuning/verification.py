@@ -124,7 +124,7 @@ def verify(
     tune_for: TuneFor,
     complete: Callable[[CacheKey, JsonObject], None],
     max_loss_percent: float | None = None,
-    retune: bool = False,
+    again: bool = False,
 ) -> VerifyReport:
     """Measures winners again.
 
@@ -136,7 +136,7 @@ def verify(
         tune_for: tunes for several calls now, for a winner that was chosen for several.
         complete: takes the key of a current entry that lacks its program, and the result of `measured_program`.
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
-        retune: whether to measure all configs again if a winner is stale or was only estimated.
+        again: whether to measure all configs again if a winner is stale or was only estimated.
     """
     # A demand of the operator for other numerics gives an entry of its own.
     found = []
@@ -155,8 +155,8 @@ def verify(
             verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
             verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
             if isinstance(verified, tuple):
-                again = functools.partial(_tuned_again, record.entry, verified[0], tune, tune_for) if retune else None
-                verified = _measured(record, *verified, tune, max_loss_percent, again=again, complete=complete)
+                anew = functools.partial(_tuned_again, record.entry, verified[0], tune, tune_for) if again else None
+                verified = _measured(record, *verified, tune, max_loss_percent, anew=anew, complete=complete)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
@@ -226,7 +226,7 @@ def _measured(
     tune: Tune,
     max_loss_percent: float | None,
     *,
-    again: Callable[[], TuningResult] | None,
+    anew: Callable[[], TuningResult] | None,
     complete: Callable[[CacheKey, JsonObject], None],
 ) -> Verified:
     """Measures one winner again, for all its calls, and replaces it by a new sweep if that is due.
@@ -237,7 +237,7 @@ def _measured(
         config: its config.
         tune: tunes for a call now.
         max_loss_percent: see `verify`.
-        again: tunes for the calls anew; None if a stale winner stays.
+        anew: tunes for the calls again; None if a stale winner stays.
         complete: see `verify`.
     """
     keyed = calls[0]
@@ -262,15 +262,15 @@ def _measured(
         winner = dataclasses.replace(last.trials[0], config=config)
         complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
     is_estimate = found.verdict is Verdict.CURRENT and saved.is_estimate
-    if again is None or not (is_estimate or found.verdict is Verdict.STALE):
+    if anew is None or not (is_estimate or found.verdict is Verdict.STALE):
         return found
     try:
-        result = again()
+        result = anew()
     except (SandboxError, TuningFailedError, ValueError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
-    return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
+    return dataclasses.replace(found, verdict=Verdict.TUNED_AGAIN, reason=reason)
 
 
 def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult | Trial:

@@ -62,7 +62,7 @@ def assert_measured(found: Sequence[str]) -> None:
     [
         ([{"n": 1}, {"n": 2}], {"key_fn": lambda x: "all"}),
         ([{"n": 1, "compiler_options": {"xla_cpu_enable_fast_math": False}}, {"n": 2}], {}),
-        (lambda x: [{"n": 1}, {"n": 2}], {"key_fn": lambda x: "all"}),
+        pytest.param(lambda x: [{"n": 1}, {"n": 2}], {"key_fn": lambda x: "all"}, marks=pytest.mark.slow),
     ],
     ids=["key_fn", "compiler_options", "key_fn and a callable of configs"],
 )
@@ -72,6 +72,7 @@ def test_verify_measures_entries(configs: Any, options: Any, name: str) -> None:
     assert_measured(verdicts(parts(name, configs, **options)))
 
 
+@pytest.mark.slow
 def test_verify_measures_entries_of_other_jax_settings(name: str) -> None:
     with here(), jax.enable_x64(True):
         parts(name, [{"n": 1}, {"n": 2}]).tune(np.float64(X))
@@ -79,6 +80,7 @@ def test_verify_measures_entries_of_other_jax_settings(name: str) -> None:
     assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_verify_measures_entries_of_each_numerics(name: str) -> None:
     configs = [{"n": 1}, {"n": 2}]
     for numerics in ("rounding", "bitwise", "batch_invariant"):
@@ -146,13 +148,13 @@ def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
         fn.tune_for([(X,), (np.ones(64, np.float32),)], [3, 1], by="worst")
     asked: list[Any] = []
 
-    def again(tuner: Any, calls: Any, weights: Any, by: str) -> TuningResult:
+    def anew(tuner: Any, calls: Any, weights: Any, by: str) -> TuningResult:
         asked.append(([call.args[0].shape for call in calls], weights, by))
         return TuningResult(best_config={"n": 2}, time_ms=1.0, trials=(), key="", device="")
 
-    monkeypatch.setattr("quarantune.api.tune_for.tune_for", again)
-    report = quarantune.TuningCache(cache_dir).verify(fn, max_loss_percent=1e-6, retune=True)
-    assert sorted(str(entry.verdict) for entry in report.entries) == ["retuned", "unused", "unused"], report
+    monkeypatch.setattr("quarantune.api.tune_for.tune_for", anew)
+    report = quarantune.TuningCache(cache_dir).verify(fn, max_loss_percent=1e-6, again=True)
+    assert sorted(str(entry.verdict) for entry in report.entries) == ["tuned again", "unused", "unused"], report
     assert asked == [([(16,), (64,)], [3.0, 1.0], "worst")]
 
 
@@ -162,6 +164,7 @@ def test_verify_sends_contextual_functions_to_their_kernels(name: str) -> None:
         quarantune.TuningCache().verify(layer)
 
 
+@pytest.mark.slow
 def test_a_report_of_tune_for_has_no_trials_of_one_call(name: str, cache_dir: Path) -> None:
     fn = parts(name, [{"n": 1}, {"n": 2}], key_fn=lambda x: "all")
     with here():
@@ -222,7 +225,7 @@ def test_the_nearest_config_is_one_that_a_callable_makes(name: str) -> None:
         np.testing.assert_allclose(parts(name, fits)(other), 2 * np.sin(other), rtol=1e-5)
 
 
-@pytest.mark.parametrize("on_miss", ["nearest", "rule"])
+@pytest.mark.parametrize("on_miss", ["nearest", pytest.param("rule", marks=pytest.mark.slow)])
 def test_exact_numerics_take_no_config_of_other_sizes(on_miss: str, name: str) -> None:
     configs = [{"n": 1}, {"n": 2}]
     with here(), quarantune.settings(numerics="bitwise"):
@@ -238,6 +241,7 @@ def test_exact_numerics_take_no_config_of_other_sizes(on_miss: str, name: str) -
         parts(name, configs)(np.ones(48, np.float32))
 
 
+@pytest.mark.slow
 def test_a_check_of_one_shape_says_nothing_of_another(name: str) -> None:
     def rows(x: Any, n: int = 1) -> Any:
         return x.reshape(n, -1)
@@ -255,6 +259,7 @@ def test_a_check_of_one_shape_says_nothing_of_another(name: str) -> None:
 # --- contextual functions ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_recorded_calls_of_contextual_functions_are_tuned(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +296,7 @@ def test_many_contextual_functions_are_tuned_by_one_call(name: str) -> None:
 # --- donated arguments, searches and methods -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_donated_arguments_leave_gradients_their_noise(name: str) -> None:
     def rounded(x: Any, n: int = 4) -> Any:
         return jnp.cumsum(jnp.sin(x) / 3)

@@ -85,7 +85,7 @@ def _named(pair: crossings.Pair) -> Any:
     return pytest.param(pair, id="-".join(sorted(map("=".join, pair))), marks=[pytest.mark.slow] * is_long)
 
 
-@pytest.mark.parametrize("pair", map(_named, crossings.REFUSED))
+@pytest.mark.parametrize("pair", [*map(_named, crossings.REFUSED)])
 def test_a_refused_pair_is_refused_by_name(pair: crossings.Pair, run: Any) -> None:
     outcome = run(crossings.completed(pair))
     assert "refused" in outcome, outcome
