@@ -209,6 +209,16 @@ def groups(features: Sequence[str], strength: int) -> set[Pair]:
     }
 
 
+def completed(values: Mapping[str, str]) -> Row:
+    """Returns a row with some values, refused or not, and otherwise with defaults that nothing else refuses."""
+    row = dict(values)
+    for feature, known in FEATURES.items():
+        if feature not in row:
+            others = [{name: value} for name, value in row.items()]
+            row[feature] = next(it for it in known if all(is_possible({**one, feature: it}) for one in others))
+    return row
+
+
 def rows(features: Sequence[str] = tuple(FEATURES), strength: int = 2) -> list[Row]:
     """Returns rows in which every possible group of values occurs; the same rows in every process.
 
@@ -216,7 +226,7 @@ def rows(features: Sequence[str] = tuple(FEATURES), strength: int = 2) -> list[R
     that completes none stays the default, which is usually the quickest.
 
     Args:
-        features: the features that vary; the others keep their defaults.
+        features: the features that vary; the others have defaults.
         strength: the number of values in a group: 2 for all pairs.
     """
     left, random_, found = groups(features, strength), random.Random(0), list[Row]()
@@ -233,23 +243,13 @@ def rows(features: Sequence[str] = tuple(FEATURES), strength: int = 2) -> list[R
                     key=lambda value: len(left & _new_groups(row, feature, value, strength)),
                 )
         left -= {frozenset(each) for each in itertools.combinations(row.items(), strength)}
-        found.append(DEFAULTS | row)
+        found.append(completed(row))
     return found
 
 
 def _new_groups(row: Row, feature: str, value: str, strength: int) -> set[Pair]:
     """Returns the groups that a further value completes."""
     return {frozenset({*rest, (feature, value)}) for rest in itertools.combinations(row.items(), strength - 1)}
-
-
-def completed(pair: Pair) -> Row:
-    """Returns a row with a refused pair, and otherwise with defaults that nothing else refuses."""
-    row = dict(pair)
-    for feature, values in FEATURES.items():
-        if feature not in row:
-            others = [{name: value} for name, value in row.items()]
-            row[feature] = next(it for it in values if all(is_possible({**one, feature: it}) for one in others))
-    return row
 
 
 def table() -> str:

@@ -87,7 +87,7 @@ def _named(pair: crossings.Pair) -> Any:
 
 @pytest.mark.parametrize("pair", [*map(_named, crossings.REFUSED)])
 def test_a_refused_pair_is_refused_by_name(pair: crossings.Pair, run: Any) -> None:
-    outcome = run(crossings.completed(pair))
+    outcome = run(crossings.completed(dict(pair)))
     assert "refused" in outcome, outcome
     assert not [words for words in crossings.REFUSED[pair].says if words not in outcome["refused"]], outcome["refused"]
 
