@@ -140,7 +140,7 @@ def around(row: Row, place: Path) -> Iterator[None]:
     """Applies what holds in both processes: the cache, the layers of results, and JAX's settings."""
     (place / PACKAGE / "tables").mkdir(parents=True, exist_ok=True)
     (place / PACKAGE / "__init__.py").touch()
-    chosen: dict[str, Any] = {"cache_dir": place / "cache", "progress": False, "cpu_count": 2}
+    chosen: dict[str, Any] = {"cache_dir": place / "cache", "progress": False, "num_workers": 2}
     if row["source"] == "layer":
         (place / "layer").mkdir(exist_ok=True)
         chosen["cache_path"] = place / "layer"
