@@ -46,6 +46,7 @@ TOLD = (
     "donated buffers were not usable",
     "shapes are symbolic",
     "did not compile",
+    "does not use the nearest entry",
 )
 """Parts of the warnings that rows may emit."""
 

@@ -245,7 +245,7 @@ class Made:
         return (*self.owner, x)
 
 
-_OF_KERNELS = ("objective", "max_device_memory", "prune_fn", "check_batch", "numerics", "name", "rep", "warmup")
+_OF_KERNELS = ("objective", "max_device_memory", "prune_fn", "check_batch", "numerics", "name")
 
 
 def make(row: Row) -> Made:
@@ -273,5 +273,5 @@ def make(row: Row) -> Made:
         ours = {name: value for name, value in options.items() if name not in _OF_KERNELS}
         if row["search"] == "object":
             ours["search"] = InOrder(listed(row))
-        TUNED = quarantune.contextual_autotune(outer, **ours, n_warmup=0, n_repeat=1, name=NAME)
+        TUNED = quarantune.contextual_autotune(outer, **ours, name=NAME)
     return Made(TUNED, kernel, untuned, configs, (Model(1.5),) if is_method else ())

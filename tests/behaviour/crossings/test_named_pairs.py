@@ -160,7 +160,7 @@ def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
 
 def test_verify_sends_contextual_functions_to_their_kernels(name: str) -> None:
     layer = quarantune.contextual_autotune(lambda x: parts(name, [{"n": 1}])(x), name=name)
-    with pytest.raises(TypeError, match=r"contextually autotuned .* verify measures kernels alone: give its kernels"):
+    with pytest.raises(TypeError, match=r"<Contextual .* and verify measures kernels alone: give its kernels"):
         quarantune.TuningCache().verify(layer)
 
 
@@ -220,6 +220,7 @@ def test_the_nearest_config_is_one_that_a_callable_makes(name: str) -> None:
     other = np.ones(24, np.float32)  # its parts cannot be 16
     with (
         quarantune.settings(on_miss="nearest"),
+        pytest.warns(quarantune.CacheWarning, match="does not use the nearest entry"),
         pytest.warns(quarantune.CacheWarning, match="running with its defaults"),
     ):
         np.testing.assert_allclose(parts(name, fits)(other), 2 * np.sin(other), rtol=1e-5)
@@ -273,7 +274,7 @@ def test_recorded_calls_of_contextual_functions_are_tuned(
         return 2 * kernel(x)
 
     layer.__module__, layer.__qualname__ = module.__name__, "layer"
-    module.layer = quarantune.contextual_autotune(layer, n_warmup=0, n_repeat=1, name=name)  # type: ignore[attr-defined]
+    module.layer = quarantune.contextual_autotune(layer, warmup=0, rep=1, name=name)  # type: ignore[attr-defined]
     with quarantune.settings(record=tmp_path / "recorded"), pytest.warns(quarantune.CacheWarning, match="recorded"):
         module.layer(X)
     recording._flush()
@@ -286,7 +287,7 @@ def test_recorded_calls_of_contextual_functions_are_tuned(
 
 def test_many_contextual_functions_are_tuned_by_one_call(name: str) -> None:
     kernel = parts(f"{name}-kernel", [{"n": 1}, {"n": 2}])
-    layer = quarantune.contextual_autotune(lambda x: 2 * kernel(x), n_warmup=0, n_repeat=1, name=name)
+    layer = quarantune.contextual_autotune(lambda x: 2 * kernel(x), warmup=0, rep=1, name=name)
     with here():
         (result,) = quarantune.tune_many([(layer, (X,))])
     assert result.kernels  # type: ignore[attr-defined]
