@@ -22,6 +22,7 @@ from quarantune.host.process import in_sandbox
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
+from quarantune.values.options import Options
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 LIMITS = SweepLimits(
@@ -32,7 +33,8 @@ X = np.arange(4, dtype=np.float32)
 
 
 def failures(directory: Path, *, kind: str = KIND, text: str = "key", **limits: Any) -> CompileVerdicts:
-    keyed: Any = SimpleNamespace(call=SimpleNamespace(name="f"), id=ProblemId("f", kind, text), platform="cuda")
+    call = SimpleNamespace(name="f", function=SimpleNamespace(options=Options()))
+    keyed: Any = SimpleNamespace(call=call, id=ProblemId("f", kind, text), platform="cuda")
     return CompileVerdicts(keyed, dataclasses.replace(LIMITS, **limits), directory)
 
 
