@@ -8,11 +8,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
+from quarantune.jax_internals import jax_backends
 from quarantune.transport.programs import is_same
 from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
@@ -34,7 +37,8 @@ def measured_program(
         call: the call.
         best: the trial of the winner.
         defaults: the trial of the function's defaults; None if they did not run.
-        is_here: whether the call would run in this process, which then also traces the program.
+        is_here: whether the call would run in this process, which then also traces the program. It also does so for
+            an engine's machine with the platform of this one.
         is_disputed: whether this process has found another program for a result of this key. If this process and the
             workers agree on the traced program but not on the lowered one, later checks compare only the traced one.
 
@@ -46,7 +50,7 @@ def measured_program(
     found["spelling"] = _spelling(call.call)
     if call.call.function.options.key_fn is not None:
         found["arguments"] = _arguments(call)
-    if is_here and best.program:
+    if best.program and (is_here or _may_run_here(call)):
         ours = traced_apart(call, best.config)
         if ours is None or ours.text is None or not is_same(ours.identity, best.program):
             return {}
@@ -54,6 +58,11 @@ def measured_program(
         if is_disputed:
             found["winner"] = ours.identity
     return found if best.program else {}
+
+
+def _may_run_here(call: KeyedCall) -> bool:
+    """Returns whether this process has the platform of a call; False if it has initialised none."""
+    return jax_backends.backends_initialized() and jax.default_backend() == call.platform
 
 
 def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
