@@ -347,6 +347,17 @@ def test_commands_about_calls_share_their_options(
     assert blocks.current().compile_timeout is None, "the options hold for the command alone"
 
 
+def test_an_error_of_prune_fn_names_the_config(run: Run, kernels: str) -> None:
+    with Path(f"{kernels}.py").open("a") as file:
+        file.write(
+            "\n\ndivided = quarantune.AutoTuner(\n    lambda x, block: x, {'block': [1, 2]}, name='d', "
+            "prune_fn=lambda config, x: int('no')\n)\n"
+        )
+    code, _, err = run("tune", f"{kernels}:divided", "--args", "f32[]")
+    assert code == 2
+    assert is_one_line_about(err, "invalid literal", "(prune_fn of d raised this for the config block=1)")
+
+
 def test_every_command_has_help_and_a_handler(run: Run) -> None:
     def walk(parser: Any) -> Iterator[Any]:
         nodes = [choice for action in parser._actions if isinstance(action.choices, dict) for choice in action.choices]
