@@ -14,7 +14,7 @@ from quarantune.cli import output
 from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
 from quarantune.cli.parser import make_parser
 
-_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
+_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Store", "Engine")
 """The library's errors that mean that the work failed. By name, because importing their classes takes time."""
 
 

@@ -137,6 +137,11 @@ _ANY_NAMES = "functions by their names in the cache, with * for any text (defaul
 _ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 """The options that choose entries of a cache."""
 _CHOSEN = (*_ENTRIES, *_COMMON)
+_TRANSFER = (
+    _value("--only NAME", "this function, with * for any text; repeat it for others (default: all)", action="append"),
+    _flag("--dry-run", "list the differences, and write nothing"),
+    *_COMMON,
+)
 _CALLS = (
     _value(
         "function MODULE:FUNCTION", "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
@@ -318,6 +323,19 @@ COMMANDS: Mapping[str, Command] = {
         "write results into a directory that a package can ship",
         (_value("directory DIR", "the directory; made if necessary"), *_CHOSEN),
         examples=("quarantune cache export src/mykernels/tables 'mykernels.*'",),
+    ),
+    "cache push": Command(
+        "copy the results of this cache into a bucket",
+        (_value("url URL", "the bucket: s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"), *_TRANSFER),
+        "Of two configs for one call the bucket keeps the newer, as `cache merge` does. Any number of jobs may push at "
+        "once: none loses a result.",
+        ("quarantune cache push s3://results/tuned --only 'kernels.*'",),
+    ),
+    "cache pull": Command(
+        "copy results at a URL into this cache",
+        (_value("url URL", "https://HOST/PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"), *_TRANSFER),
+        "Of two configs for one call this keeps the newer, as `cache merge` does.",
+        ("quarantune cache pull gs://results/tuned --dry-run",),
     ),
     "cache prune": Command(
         "remove useless files and old results",

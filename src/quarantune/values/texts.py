@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ _SHORT = {f"{kind}{bits}": f"{letter}{bits}" for kind, letter in _LETTERS.items(
 _SHORT["bool"] = "pred"
 _DEEPEST = 20
 _LARGEST_SIZE = 1e300
+_ADDRESS = re.compile(r"""://(\S*?)(?=['":;,.)\]}]*(?:\s|$))""")
+"""A URL after its scheme, without the punctuation that follows it."""
 
 
 # --- text for messages and tables ---
@@ -38,13 +41,27 @@ def check_options(caller: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a user's value, cut to a line's length."""
+    """Returns the repr of a user's value, cut to a line's length and without the credentials of URLs."""
     try:
-        text = repr(value)
+        text = without_secrets(repr(value))
     except Exception as error:
         is_too_long = isinstance(value, int) and isinstance(error, ValueError)  # Python refuses to write it
         text = f"a very large {type(value).__name__}" if is_too_long else f"an object of {type(value).__qualname__}"
     return cut(text, _MOST_SHOWN)
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text with `***` for the users, passwords and queries of its URLs."""
+
+    def hidden(address: re.Match[str]) -> str:
+        place, mark, query = address[1].partition("?")
+        if "@" in place:
+            place = f"***@{place.rpartition('@')[2]}"
+        elif "@" in query:  # a password may contain a question mark
+            place = "***"
+        return f"://{place}{mark and '?***'}"
+
+    return _ADDRESS.sub(hidden, text)
 
 
 def cut(text: str, most: int) -> str:

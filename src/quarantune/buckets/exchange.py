@@ -1,0 +1,143 @@
+"""Pushes results into a bucket and pulls them from a store, by the rules of `TuningCache.merge`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, Bucket, StoreError, WebServer, open_objects
+from quarantune.cache import entries
+from quarantune.cache.entries import MergeReport
+from quarantune.cache.entry_file import Contents, DamagedError, decode_entries, encode
+from quarantune.cache.file_names import safe_name
+from quarantune.cache.problems import NewerSchemaError
+from quarantune.cache.store import Prefer, Store, joined
+from quarantune.values.store_url import BUCKET_URL, StoreURL
+from quarantune.values.texts import did_you_mean, shown
+
+_PATIENCE_S = 300.0
+"""Seconds after which a push gives up on an object that other jobs keep replacing."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+"""Longest pause after the first lost race for an object, and after any."""
+
+
+def push(url: StoreURL, store: Store, *, names: Collection[str] | None = None, dry_run: bool = False) -> MergeReport:
+    """Copies the results of a cache into a bucket. Of jobs that push at once, none loses a result.
+
+    Args:
+        url: the bucket.
+        store: the cache.
+        names: the functions, with `*` for any text; None for all.
+        dry_run: whether to write nothing.
+
+    Returns:
+        The differences between the cache and the bucket before.
+
+    Raises:
+        ValueError: the URL is not a bucket's, or nothing is cached for a name.
+        StoreError: the bucket cannot be used, or an object in it is damaged. Functions before it are pushed.
+        CacheWriteError: an object would be too large.
+    """
+    if not url.is_bucket:
+        raise ValueError(f"nothing can be pushed to {url}: give {BUCKET_URL}")
+    found = entries.chosen(store, names=names, devices=None)
+    bucket = Bucket.open(url)
+    remote = _Remote(bucket, url)
+    if found and not dry_run:
+        bucket.check_conditions()
+    return entries.merge(_DryRun(remote.read) if dry_run else remote, found)
+
+
+def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, dry_run: bool = False) -> MergeReport:
+    """Copies results at a URL into a cache.
+
+    Args:
+        url: the URL.
+        store: the cache.
+        names: the functions, with `*` for any text; None for all. A web server that has no page of its files needs
+            names without `*`.
+        dry_run: whether to write nothing.
+
+    Returns:
+        The differences between the URL and the cache before.
+
+    Raises:
+        ValueError: there is nothing for a name.
+        StoreError: the store cannot be used, or an object in it is damaged. Functions before it are pulled.
+        CacheWriteError: the results could not be saved.
+    """
+    objects = open_objects(url)
+    known = objects.names() if names is None or "*" in "".join(names) else [safe_name(name) for name in names]
+    for wanted in names or ["*"]:
+        if not any(entries.matches(name, wanted) for name in known):
+            raise ValueError(f"no results for {shown(wanted)} are listed at {url}.{did_you_mean(wanted, known)}")
+    chosen = [name for name in known if names is None or any(entries.matches(name, wanted) for wanted in names)]
+    remote = _Remote(objects, url)
+
+    def fetched() -> Iterator[tuple[str, Contents]]:
+        for name in chosen:
+            if not (contents := remote.read(name)):
+                raise ValueError(f"there are no results in {url}/{name}.json: correct the name, or the URL")
+            yield name, contents
+
+    return entries.merge(_DryRun(store.read) if dry_run else store, fetched())
+
+
+@dataclasses.dataclass(frozen=True)
+class _DryRun:
+    """Takes the place of a cache to merge into, and writes nothing."""
+
+    read: Callable[[str], Contents]
+
+    def merge(self, name: str, contents: Contents, *, prefer: Prefer) -> None:
+        joined(contents, prefer, self.read(name))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remote:
+    """The objects of a store as a cache."""
+
+    objects: WebServer | Bucket
+    url: StoreURL
+
+    def read(self, name: str) -> Contents:
+        """Returns the entries of a function.
+
+        Raises:
+            StoreError: the object is damaged, or a later version of this package wrote it. A push would lose that part.
+        """
+        return self._read(name)[0]
+
+    def _read(self, name: str) -> tuple[Contents, str]:
+        found = self.objects.read(name)
+        if found is None or found.data is None:
+            return {}, ""
+        try:
+            return decode_entries(found.data, f"{self.url}/{name}.json"), found.version
+        except (DamagedError, NewerSchemaError) as error:
+            raise StoreError(f"{error}: nothing was copied; repair or remove the object") from None
+
+    def merge(self, name: str, contents: Contents, *, prefer: Prefer) -> None:
+        """Reads an object, merges, and writes it unless it has changed in between; then it begins again.
+
+        Raises:
+            StoreError: the object cannot be read or written.
+        """
+        assert isinstance(self.objects, Bucket)
+        deadline = time.monotonic() + _PATIENCE_S
+        for attempt in itertools.count():
+            present, version = self._read(name)
+            both = joined(contents, prefer, present)
+            if both == present:
+                return
+            if len(data := encode(both)) > LARGEST_OBJECT_BYTES:
+                raise StoreError(f"{self.url}/{name}.json would be too large for readers: push to another prefix")
+            if self.objects.replace(name, data, version):
+                return
+            if time.monotonic() > deadline:
+                break
+            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)))
+        raise StoreError(f"other jobs kept replacing {self.url}/{name}.json for {_PATIENCE_S:g} s: push again later")

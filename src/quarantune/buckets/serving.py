@@ -1,0 +1,94 @@
+"""The process that talks to servers for a job: it carries out one order after another."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from quarantune.buckets import exchange
+from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, StoreError, open_objects
+from quarantune.cache.entry_file import DamagedError, decode_entries, encode
+from quarantune.cache.problems import CacheWriteError, NewerSchemaError, write_errors
+from quarantune.cache.store import Store
+from quarantune.host.shared_files import Directory
+from quarantune.values.store_url import StoreURL
+
+_LONGEST_S = 20
+"""Seconds after an order at which this process ends, busy or not. The job starts another one if necessary."""
+_MEMORY_BYTES = 4 << 30
+"""Most address space, for servers that lie about the size of an object."""
+_opened = functools.cache(open_objects)
+
+
+def main() -> None:
+    """Answers each line of stdin, an order, by a sentence about trouble; by an empty text if there is none."""
+    with contextlib.suppress(ValueError):  # a lower limit is in force
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # packages may print
+        signal.alarm(_LONGEST_S)
+        for line in sys.stdin:
+            signal.alarm(_LONGEST_S)
+            kind, url, what, directory = json.loads(line)
+            trouble = ""
+            try:
+                {"refresh": refresh, "push": push}[kind](StoreURL.parse(url), what, Path(directory))
+            except (StoreError, DamagedError, NewerSchemaError, CacheWriteError, ValueError, MemoryError) as error:
+                trouble = str(error) or type(error).__name__
+            print(json.dumps(trouble), file=answers, flush=True)
+    os._exit(0)  # a thread that waits for a name server would delay an ordinary end
+
+
+def push(url: StoreURL, names: list[str], cache_dir: Path) -> None:
+    """Pushes results of functions into a bucket; see `exchange.push`."""
+    exchange.push(url, Store(cache_dir, read_only=True), names=names)
+
+
+def refresh(url: StoreURL, name: str, directory: Path) -> None:
+    """Brings the local copy of an object up to date, unless the object is unusable.
+
+    Args:
+        url: the URL.
+        name: the safe name of the function.
+        directory: the directory of the copy, `remote/HASH` in the cache directory.
+
+    Raises:
+        StoreError, DamagedError, NewerSchemaError, CacheWriteError: the copy is not up to date, or lacks a damaged part.
+    """
+    with (
+        write_errors(f"{url}: there can be no copy in {str(directory)!r}"),
+        Directory(directory.parents[1], *directory.parts[-2:], make=True) as place,
+    ):
+        found = _opened(url).read(name, _version(place, name))
+        if found is None:
+            place.remove(f"{name}.json")
+        elif (data := found.data) is not None:
+            damage = None
+            try:
+                decode_entries(data, f"{url}/{name}.json")
+            except DamagedError as error:
+                if not error.usable:
+                    raise
+                data, damage = encode(error.usable), error
+            about = {"version": found.version, "sha256": hashlib.sha256(data).hexdigest()}
+            place.replace(f"{name}.json", data)
+            place.replace(f"{name}.etag", json.dumps(about).encode())
+            if damage is not None:
+                raise damage
+
+
+def _version(place: Directory, name: str) -> str:
+    """Returns the version of a copy; empty if there is no whole copy."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        about = json.loads(place.read(f"{name}.etag", largest_bytes=1 << 12))
+        data = place.read(f"{name}.json", largest_bytes=LARGEST_OBJECT_BYTES)
+        if about["sha256"] == hashlib.sha256(data).hexdigest():  # or one of the files is another process's
+            return str(about["version"])
+    return ""
