@@ -110,6 +110,18 @@ def web_store(
         server.server_close()
 
 
+def of(data: bytes, status: int = 200, length: int | None = None) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Returns an answer with given bytes."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(data) if length is None else length))
+        request.end_headers()
+        request.wfile.write(data)
+
+    return answer
+
+
 def new_job() -> None:
     """Forgets what this process has fetched, as a new job would begin."""
     orders._agent(os.getpid())._end()

@@ -82,6 +82,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if newurl.partition(":")[0].lower() not in ("https", req.type):
+            fp.close()
             raise StoreError(f"the server redirects to {without_secrets(newurl)}, which is not followed")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -122,6 +123,7 @@ class WebServer:
                         raise StoreError("the connection ended in the middle of an object")
                     return StoredObject(data, response.headers.get("ETag", ""))
             except HTTPError as error:
+                error.close()
                 if error.code == http.client.NOT_MODIFIED:
                     return StoredObject(None, known)
                 if error.code not in (http.client.NOT_FOUND, http.client.GONE):

@@ -35,8 +35,8 @@ _lock = new_lock()
 def layer(url: StoreURL, name: str, cache_dir: Path) -> Store:
     """Returns the results of a function at a URL, as their local copy in the cache directory.
 
-    The first call of a process for a function brings the copy up to date. Nothing is fetched in a worker: the process of
-    the sweep has done so.
+    The first call of a process for a function brings the copy up to date. Nothing is fetched in a worker: the process
+    of the sweep has done so.
     """
     directory = cache_dir / "remote" / short_hash(str(url))  # without the signature of the URL, which changes
     if not in_sandbox():

@@ -60,7 +60,7 @@ def refresh(url: StoreURL, name: str, directory: Path) -> None:
         directory: the directory of the copy, `remote/HASH` in the cache directory.
 
     Raises:
-        StoreError, DamagedError, NewerSchemaError, CacheWriteError: the copy is not up to date, or lacks a damaged part.
+        StoreError, DamagedError, NewerSchemaError, CacheWriteError: the copy is not up to date, or lacks entries.
     """
     with (
         write_errors(f"{url}: there can be no copy in {str(directory)!r}"),

@@ -21,7 +21,10 @@ SIGNED = "https://account.host/results?se=2026-01-01T00:00:00Z&sig=a/b+c%3D"
         ("/a:/b", ["/a", "/b"]),
         ("/a:https://host/x:/b", ["/a", "https://host/x", "/b"]),
         ("https://host:8443/x:relative", ["https://host:8443/x", "relative"]),
-        ("https://user:word@host:80/x:s3://bucket/y:gs://bucket", ["https://user:word@host:80/x", "s3://bucket/y", "gs://bucket"]),
+        (
+            "https://user:word@host:80/x:s3://bucket/y:gs://bucket",
+            ["https://user:word@host:80/x", "s3://bucket/y", "gs://bucket"],
+        ),
         ("http://[::1]:9000/x:~/tables", ["http://[::1]:9000/x", "~/tables"]),
         ("https://host:/b", ["https://host", "/b"]),
         ("s3://bucket:/b", ["s3://bucket", "/b"]),
@@ -65,7 +68,9 @@ def test_other_urls_are_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of `urlsplit` also; settings give the message
         StoreURL.parse(text)
     if "://" in text:
-        with pytest.raises(ValueError, match=r"cache_path=.* is not valid: it must be directories or URLs separated by"):
+        with pytest.raises(
+            ValueError, match=r"cache_path=.* is not valid: it must be directories or URLs separated by"
+        ):
             quarantune.settings(cache_path=[text])
 
 
