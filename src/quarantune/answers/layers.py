@@ -23,7 +23,6 @@ from quarantune.host.packages import entry_points
 from quarantune.values.codec import JsonObject
 from quarantune.values.options import BITWISE, table_directory
 from quarantune.values.settings import Settings
-from quarantune.values.store_url import StoreURL
 from quarantune.values.trial import ESTIMATED
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class Layers:
             return
         yield open_store(now.settings)
         for place in now.settings.cache_path:
-            if isinstance(place, StoreURL):
+            if not isinstance(place, Path):
                 from quarantune.buckets import orders  # few programs name a URL
 
                 yield orders.layer(place, self._function.name, now.settings.cache_dir)

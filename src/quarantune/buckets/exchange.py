@@ -15,8 +15,8 @@ from quarantune.cache.entry_file import Contents, DamagedError, decode_entries, 
 from quarantune.cache.file_names import safe_name
 from quarantune.cache.problems import NewerSchemaError
 from quarantune.cache.store import Prefer, Store, joined
-from quarantune.values.store_url import BUCKET_URL, StoreURL
-from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.store_url import StoreURL
+from quarantune.values.texts import BUCKET_URL, did_you_mean, shown
 
 _PATIENCE_S = 300.0
 """Seconds after which a push gives up on an object that other jobs keep replacing."""

@@ -97,7 +97,8 @@ class _Agent:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            print(json.dumps([kind, url.parts.geturl(), what, str(directory)]), file=process.stdin, flush=True)
+            order = kind, url.parts.geturl(), what, str(directory), within_s
+            print(json.dumps(order), file=process.stdin, flush=True)
             ready = select.poll()
             ready.register(process.stdout, select.POLLIN)
             if not ready.poll(1000 * max(0.0, deadline - time.monotonic())):

@@ -20,8 +20,9 @@ from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory
 from quarantune.values.store_url import StoreURL
 
-_LONGEST_S = 20
-"""Seconds after an order at which this process ends, busy or not. The job starts another one if necessary."""
+_IDLE_S = 20
+"""Seconds without an order after which this process ends; the job starts another one if necessary. In the same time
+after the deadline of an order, it ends whatever it does."""
 _MEMORY_BYTES = 4 << 30
 """Most address space, for servers that lie about the size of an object."""
 _opened = functools.cache(open_objects)
@@ -33,16 +34,17 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # packages may print
-        signal.alarm(_LONGEST_S)
+        signal.alarm(_IDLE_S)
         for line in sys.stdin:
-            signal.alarm(_LONGEST_S)
-            kind, url, what, directory = json.loads(line)
+            kind, url, what, directory, within_s = json.loads(line)
+            signal.alarm(int(within_s) + _IDLE_S)
             trouble = ""
             try:
-                {"refresh": refresh, "push": push}[kind](StoreURL.parse(url), what, Path(directory))
+                (push if kind == "push" else refresh)(StoreURL.parse(url), what, Path(directory))
             except (StoreError, DamagedError, NewerSchemaError, CacheWriteError, ValueError, MemoryError) as error:
                 trouble = str(error) or type(error).__name__
             print(json.dumps(trouble), file=answers, flush=True)
+            signal.alarm(_IDLE_S)
     os._exit(0)  # a thread that waits for a name server would delay an ordinary end
 
 

@@ -16,11 +16,12 @@ from quarantune.host import shared_files
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_whole
 from quarantune.values.options import NUMERICS, Search, check_search
-from quarantune.values.store_url import BUCKET_URL, STORE_URL, StoreURL, split_places
-from quarantune.values.texts import shown
+from quarantune.values.texts import BUCKET_URL, STORE_URL, shown
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+
+    from quarantune.values.store_url import StoreURL
 
 _DIRECTORY = (
     "a directory of a file system, not a URL: results at a URL are read with QUARANTUNE_CACHE_PATH, and copied with "
@@ -104,11 +105,15 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _places(value: Any) -> tuple[Path | StoreURL, ...]:
+    if isinstance(value, str) and "://" in value:
+        from quarantune.values.store_url import split_places  # few programs name a URL
+
+        value = split_places(value)
     items: Iterable[Any] = (
-        split_places(value) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
+        value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
     )
     places = tuple(
-        StoreURL.parse(item) if isinstance(item, str) and "://" in item else _path(item)
+        _url(item) if isinstance(item, str) and "://" in item else _path(item)
         for item in items
         if not isinstance(item, str) or item.strip()
     )
@@ -117,8 +122,14 @@ def _places(value: Any) -> tuple[Path | StoreURL, ...]:
     return places
 
 
+def _url(value: Any) -> StoreURL:
+    from quarantune.values.store_url import StoreURL
+
+    return StoreURL.parse(os.fspath(value))
+
+
 def _bucket(value: Any) -> StoreURL:
-    if not (url := StoreURL.parse(os.fspath(value))).is_bucket:
+    if not (url := _url(value)).is_bucket:
         raise ValueError
     return url
 

@@ -7,13 +7,8 @@ import re
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
-from quarantune.values.texts import without_secrets
+from quarantune.values.texts import STORE_URL, without_secrets
 
-STORE_URL = "https://HOST/PATH, http://HOST/PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
-BUCKET_URL = (
-    "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, without credentials, which come from the bucket's own variables and "
-    "files. A web server takes no results: jobs that send at once would overwrite each other's"
-)
 _WEB, _BUCKETS = ("https", "http"), ("s3", "gs")
 _PLACE = re.compile(
     r"[a-z][a-z0-9+.-]*://(?:[^/?#@]*@)?(?:\[[^]/]*\]|[^/:?]*)(?::\d+)?[^:?]*"  # as `https://user:word@host:80/path`

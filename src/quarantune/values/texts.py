@@ -9,6 +9,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+STORE_URL = "https://HOST/PATH, http://HOST/PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+BUCKET_URL = (
+    "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, without credentials, which come from the bucket's own variables and "
+    "files. A web server takes no results: jobs that send at once would overwrite each other's"
+)
 _MOST_SHOWN = 80
 _LETTERS = {"bfloat": "bf", "float": "f", "complex": "c", "int": "s", "uint": "u"}
 _SHORT = {f"{kind}{bits}": f"{letter}{bits}" for kind, letter in _LETTERS.items() for bits in (4, 8, 16, 32, 64, 128)}

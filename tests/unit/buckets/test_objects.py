@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import PROGRAMS, python, run_python
 from store_servers import NEEDED, google_store, new_job, results, s3_store
 
 from quarantune.buckets import orders
 from quarantune.buckets.objects import Bucket, StoredObject, StoreError, open_objects
-from quarantune.cache.entry_file import encode
+from quarantune.cache.entry_file import decode_entries, encode
 from quarantune.cache.store import Store
 from quarantune.cli import entry_point
 from quarantune.values.store_url import StoreURL
@@ -99,7 +100,9 @@ def test_commands_push_and_pull(url: StoreURL, tmp_path: Path, capsys: pytest.Ca
 
 JOB = """
 import quarantune
+from quarantune.buckets import orders
 
+orders.PUSHING_S = 200.0  # more than a busy machine needs
 quarantune.AutoTuner(lambda x, n: x, [{"n": 1}, {"n": 2}], warmup=0, rep=1, name="plain").run(1.0)
 print("done")
 """
@@ -137,3 +140,27 @@ def test_nothing_is_pushed_to_a_server_that_ignores_conditions(
         assert entry_point.main(["cache", "push", str(url), "--cache-dir", str(tmp_path / "mine")]) == 1
         assert f"{url}: its server ignores the conditions of writes" in capsys.readouterr().err
         assert Bucket.open(url).names() == []
+
+
+@pytest.mark.parametrize(
+    ("jobs", "killed"),
+    [pytest.param(8, 4), pytest.param(50, 30, marks=[pytest.mark.slow, pytest.mark.long])],
+)
+def test_jobs_that_push_at_once_lose_nothing(
+    jobs: int, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job in range(jobs):
+        Store(tmp_path / str(job)).merge("scale", results(*(f"{job} {part}" for part in "abcd"), n=job))
+    with s3_store(tmp_path) as (url, variables):
+        done = json.loads(python(PROGRAMS / "pushers.py", url, tmp_path, jobs, killed, 7, **variables))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        found = Bucket.open(url).read("scale")
+    assert found is not None
+    entries = decode_entries(found.data or b"", "scale")["cpu"]  # nothing is torn
+    assert done["failed"] == done["killed"], "nobody but the killed has failed"
+    assert len(done["done"]) >= jobs - killed
+    for job in range(jobs):
+        mine = {key: entry for key, entry in entries.items() if key.startswith(f"{job} ")}
+        assert mine in ({}, results(*(f"{job} {part}" for part in "abcd"), n=job)["cpu"]), "all or none"
+        assert mine or job not in done["done"], "an acknowledged push is lost"

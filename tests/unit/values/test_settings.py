@@ -69,7 +69,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("disable_cache", "maybe", "0 or 1"),
         ("on_miss", "panic", "'tune', 'default', 'nearest', 'rule' or 'error'"),
         ("cache_dir", "~no such user/there", "a directory of a file system"),
-        ("cache_path", ":", "directories separated by ':'"),
+        ("cache_path", ":", "directories or URLs separated by ':'"),
         ("cpu_utilization", "1.5", "at most 1"),
         ("cpu_utilization", "0", "above 0"),
         ("cpu_count", "2.5", "whole number"),
