@@ -16,7 +16,7 @@ from quarantune.cache.file_names import safe_name
 from quarantune.cache.problems import NewerSchemaError
 from quarantune.cache.store import Prefer, Store, joined
 from quarantune.values.store_url import StoreURL
-from quarantune.values.texts import BUCKET_URL, did_you_mean, shown
+from quarantune.values.texts import BUCKET_URL
 
 _PATIENCE_S = 300.0
 """Seconds after which a push gives up on an object that other jobs keep replacing."""
@@ -70,11 +70,9 @@ def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
         CacheWriteError: the results could not be saved.
     """
     objects = open_objects(url)
-    known = objects.names() if names is None or "*" in "".join(names) else [safe_name(name) for name in names]
-    for wanted in names or ["*"]:
-        if not any(entries.matches(name, wanted) for name in known):
-            raise ValueError(f"no results for {shown(wanted)} are listed at {url}.{did_you_mean(wanted, known)}")
-    chosen = [name for name in known if names is None or any(entries.matches(name, wanted) for wanted in names)]
+    is_listed = names is None or "*" in "".join(names)
+    known = objects.names() if is_listed else [safe_name(name) for name in names or ()]
+    chosen = entries.among(names or ["*"], known, str(url))
     remote = _Remote(objects, url)
 
     def fetched() -> Iterator[tuple[str, Contents]]:

@@ -144,14 +144,14 @@ def entries_of(name: str, contents: Contents) -> Iterator[CacheRecord]:
             yield CacheRecord(CacheKey(name, key, device), entry)
 
 
-class Target(Protocol):
+class MergeTarget(Protocol):
     """A cache to copy entries into, such as a `Store`."""
 
     def merge(self, name: str, contents: Contents, *, prefer: Prefer) -> None:
         """Adds entries of a function; see `Store.merge`."""
 
 
-def merge(store: Target, others: Iterable[tuple[str, Contents]]) -> MergeReport:
+def merge(store: MergeTarget, others: Iterable[tuple[str, Contents]]) -> MergeReport:
     """Copies the entries of another cache, as `TuningCache.merge` documents it.
 
     Args:
@@ -259,15 +259,9 @@ def chosen(
     Raises:
         ValueError: a name or a device has no entry.
     """
-    known = store.names()
-    for wanted in names or ():
-        if not any(matches(name, wanted) for name in known):
-            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
-            raise ValueError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
     found = [
         (name, {device: entries for device, entries in store.read(name).items() if entries})
-        for name in known
-        if names is None or any(matches(name, wanted) for wanted in names)
+        for name in (store.names() if names is None else among(names, store.names(), str(store.directory)))
     ]
     kinds = sorted({device for _, contents in found for device in contents})
     for wanted in devices or ():
@@ -281,8 +275,34 @@ def chosen(
     return [(name, contents) for name, contents in of_devices if contents]
 
 
-def matches(name: str, wanted: str) -> bool:
-    """Returns whether the safe name of a function is wanted, by a name or by a name with `*` for any text."""
+def named(store: Store, names: Collection[str]) -> list[str]:
+    """Returns the functions of these names that have entries or saved trials.
+
+    Args:
+        store: the entries.
+        names: the functions, as names with `*` for any text.
+
+    Raises:
+        ValueError: a name has neither.
+    """
+    swept = [path.parent.stem for path in paths(store.directory, "*.trials/*")]
+    return among(names, sorted({*store.names(), *swept}), str(store.directory))
+
+
+def among(names: Collection[str], known: Collection[str], place: str) -> list[str]:
+    """Returns the functions of these names among the functions in a directory or at a URL.
+
+    Raises:
+        ValueError: there is nothing for a name.
+    """
+    for wanted in names:
+        if not any(_matches(name, wanted) for name in known):
+            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
+            raise ValueError(f"nothing is cached for {shown(wanted)} in {place!r}.{near}")
+    return [name for name in known if any(_matches(name, wanted) for wanted in names)]
+
+
+def _matches(name: str, wanted: str) -> bool:
     return name == safe_name(wanted) or fnmatch.fnmatchcase(name, wanted)
 
 

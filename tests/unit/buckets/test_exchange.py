@@ -184,7 +184,7 @@ def test_a_pull_adds_to_the_cache_by_the_rules_of_a_merge(tmp_path: Path, bucket
         assert store.names() == (["scale"] if dry_run else ["double", "scale"])
     assert store.get("scale", "cpu", "a") == entry(2)
     assert store.get("scale", "cpu", "b") == entry(1, created="2027-01-01T00:00:00Z")
-    with pytest.raises(ValueError, match=r"no results for 'doubel\*' are listed at s3://bucket/tuned\."):
+    with pytest.raises(ValueError, match=r"nothing is cached for 'doubel\*' in 's3://bucket/tuned'\."):
         exchange.pull(URL, store, names=["doubel*"])
     with pytest.raises(ValueError, match=r"there are no results in s3://bucket/tuned/triple\.json"):
         exchange.pull(URL, store, names=["triple"])
@@ -201,7 +201,7 @@ def test_a_web_server_is_pulled_by_its_page_or_by_name(tmp_path: Path) -> None:
         asked = [path for path, _ in server.requests]
         assert asked == ["/tuned/", "/tuned/double.json", "/tuned/scale.json"], "no other name is asked for"
     with web_store(contents) as server:
-        with pytest.raises(ValueError, match=r"no results for '\*' are listed at http://"):
+        with pytest.raises(ValueError, match=r"nothing is cached for '\*' in 'http://"):
             exchange.pull(server.url, Store(tmp_path / "none"))
         exchange.pull(server.url, Store(tmp_path / "one"), names=["scale"])
         assert Store(tmp_path / "one").names() == ["scale"]
