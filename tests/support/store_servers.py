@@ -128,7 +128,7 @@ def new_job() -> None:
     """Forgets what this process has fetched, as a new job would begin."""
     orders._agent(os.getpid())._end()
     orders._agent.cache_clear()
-    problems._reported.clear()
+    problems._reported.difference_update([topic for topic in problems._reported if "://" in topic])
 
 
 @contextlib.contextmanager
