@@ -126,7 +126,7 @@ def of(data: bytes, status: int = 200, length: int | None = None) -> Callable[[B
 
 def new_job() -> None:
     """Forgets what this process has fetched, as a new job would begin."""
-    orders._agent(os.getpid())._end()
+    orders._agent(os.getpid()).end()
     orders._agent.cache_clear()
     problems._reported.difference_update([topic for topic in problems._reported if "://" in topic])
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, Bucket, StoreError, WebServer, open_objects
+from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, Bucket, StoredObject, StoreError, open_objects
 from quarantune.cache import entries
 from quarantune.cache.entries import MergeReport
 from quarantune.cache.entry_file import Contents, DamagedError, decode_entries, encode
@@ -18,8 +17,8 @@ from quarantune.cache.store import Prefer, Store, joined
 from quarantune.values.store_url import StoreURL
 from quarantune.values.texts import BUCKET_URL
 
-_PATIENCE_S = 300.0
-"""Seconds after which a push gives up on an object that other jobs keep replacing."""
+_MOST_ATTEMPTS = 200
+"""Lost races after which a push gives up an object: ten minutes of them."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 """Longest pause after the first lost race for an object, and after any."""
 
@@ -45,10 +44,11 @@ def push(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
         raise ValueError(f"nothing can be pushed to {url}: give {BUCKET_URL}")
     found = entries.chosen(store, names=names, devices=None)
     bucket = Bucket.open(url)
-    remote = _Remote(bucket, url)
-    if found and not dry_run:
+    if dry_run:
+        return entries.merge(_DryRun(lambda name: decoded(url, name, bucket.read(name))), found)
+    if found:
         bucket.check_conditions()
-    return entries.merge(_DryRun(remote.read) if dry_run else remote, found)
+    return entries.merge(_Pushing(bucket, url), found)
 
 
 def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, dry_run: bool = False) -> MergeReport:
@@ -72,16 +72,26 @@ def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
     objects = open_objects(url)
     is_listed = names is None or "*" in "".join(names)
     known = objects.names() if is_listed else [safe_name(name) for name in names or ()]
-    chosen = entries.among(names or ["*"], known, str(url))
-    remote = _Remote(objects, url)
 
     def fetched() -> Iterator[tuple[str, Contents]]:
-        for name in chosen:
-            if not (contents := remote.read(name)):
+        for name in entries.among(names or ["*"], known, str(url)):
+            if not (contents := decoded(url, name, objects.read(name))):
                 raise ValueError(f"there are no results in {url}/{name}.json: correct the name, or the URL")
             yield name, contents
 
     return entries.merge(_DryRun(store.read) if dry_run else store, fetched())
+
+
+def decoded(url: StoreURL, name: str, found: StoredObject | None) -> Contents:
+    """Returns the entries in an object; none without an object.
+
+    Raises:
+        StoreError: the object is damaged, or a later version of this package wrote it. A push would lose a part of it.
+    """
+    try:
+        return decode_entries(found.data, f"{url}/{name}.json") if found and found.data is not None else {}
+    except (DamagedError, NewerSchemaError) as error:
+        raise StoreError(f"{error}: it is not used; repair or remove it") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,28 +105,11 @@ class _DryRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Remote:
-    """The objects of a store as a cache."""
+class _Pushing:
+    """The objects of a bucket as a cache to merge into."""
 
-    objects: WebServer | Bucket
+    bucket: Bucket
     url: StoreURL
-
-    def read(self, name: str) -> Contents:
-        """Returns the entries of a function.
-
-        Raises:
-            StoreError: the object is damaged, or a later version of this package wrote it. A push would lose that part.
-        """
-        return self._read(name)[0]
-
-    def _read(self, name: str) -> tuple[Contents, str]:
-        found = self.objects.read(name)
-        if found is None or found.data is None:
-            return {}, ""
-        try:
-            return decode_entries(found.data, f"{self.url}/{name}.json"), found.version
-        except (DamagedError, NewerSchemaError) as error:
-            raise StoreError(f"{error}: nothing was copied; repair or remove the object") from None
 
     def merge(self, name: str, contents: Contents, *, prefer: Prefer) -> None:
         """Reads an object, merges, and writes it unless it has changed in between; then it begins again.
@@ -124,18 +117,14 @@ class _Remote:
         Raises:
             StoreError: the object cannot be read or written.
         """
-        assert isinstance(self.objects, Bucket)
-        deadline = time.monotonic() + _PATIENCE_S
-        for attempt in itertools.count():
-            present, version = self._read(name)
-            both = joined(contents, prefer, present)
+        for attempt in range(_MOST_ATTEMPTS):
+            found = self.bucket.read(name)
+            both = joined(contents, prefer, present := decoded(self.url, name, found))
             if both == present:
                 return
             if len(data := encode(both)) > LARGEST_OBJECT_BYTES:
                 raise StoreError(f"{self.url}/{name}.json would be too large for readers: push to another prefix")
-            if self.objects.replace(name, data, version):
+            if self.bucket.replace(name, data, found.version if found else ""):
                 return
-            if time.monotonic() > deadline:
-                break
-            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)))
-        raise StoreError(f"other jobs kept replacing {self.url}/{name}.json for {_PATIENCE_S:g} s: push again later")
+            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(attempt, 10))))
+        raise StoreError(f"other jobs have replaced {self.url}/{name}.json {_MOST_ATTEMPTS} times: push again later")

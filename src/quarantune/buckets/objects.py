@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.client
 import json
 import os
 import re
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import unquote, urlunsplit
+from urllib.parse import unquote
 
 from quarantune.cache.file_names import safe_name
 from quarantune.values.store_url import StoreURL
@@ -24,8 +23,8 @@ _SILENCE_S = 30.0
 """Seconds without any data after which a web server's answer is given up."""
 _PROBE = ".probe"
 """Name of the object that shows whether a server keeps to conditions. No function has a safe name like this."""
-_LOST_RACE = frozenset({"409", "412"})
-"""Status codes of answers to a write whose condition does not hold."""
+_NOT_MODIFIED = 304
+_TOO_LARGE = f"an object is larger than {LARGEST_OBJECT_BYTES >> 20} MiB, and is not read"
 _MOST_SHOWN = 300
 _LINK = re.compile(r"""href=["']?(?:\./)?([^"'?#/>]+)\.json["'?#>]""", re.IGNORECASE)
 
@@ -69,14 +68,9 @@ def _reasons(url: StoreURL) -> Iterator[None]:
         raise StoreError(f"{url}: {cut(text, _MOST_SHOWN)}") from None
 
 
-def _check_size(size_bytes: int) -> None:
-    if size_bytes > LARGEST_OBJECT_BYTES:
-        raise StoreError(f"an object is larger than {LARGEST_OBJECT_BYTES >> 20} MiB, and is not read")
-
-
-def _of_functions(files: Iterator[str]) -> list[str]:
+def _of_functions(files: Iterable[str]) -> list[str]:
     """Returns the safe names of functions among the names of files, which may be anything."""
-    stems = {file.removesuffix(".json") for file in files if file.endswith(".json")}
+    stems = {file.rpartition("/")[2].removesuffix(".json") for file in files if file.endswith(".json")}
     return sorted(stem for stem in stems if safe_name(stem) == stem)
 
 
@@ -101,8 +95,8 @@ class WebServer:
     def names(self) -> list[str]:
         """Returns the safe names of the functions on the server's page of files."""
         page = self._get("", "")
-        text = "" if page is None or page.data is None else page.data.decode(errors="replace")
-        return _of_functions(f"{unquote(stem)}.json" for stem in _LINK.findall(text))
+        text = (page.data or b"").decode(errors="replace") if page else ""
+        return _of_functions(f"{stem}.json" for stem in _LINK.findall(text))
 
     def read(self, name: str, known: str = "") -> StoredObject | None:
         """Returns the object of a function, or None; see `Bucket.read`."""
@@ -110,32 +104,31 @@ class WebServer:
 
     def _get(self, file: str, known: str) -> StoredObject | None:
         parts = self._url.parts
-        address = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=f"{parts.path}/{file}")
-        request = urllib.request.Request(urlunsplit(address), headers={"User-Agent": "quarantune"})
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=f"{parts.path}/{file}").geturl()
+        request = urllib.request.Request(address, headers={"User-Agent": "quarantune"})
         if known:
             request.add_header("If-None-Match", known)
         if parts.username is not None:  # not sent to another host if the server redirects
-            word = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(word.encode()).decode()}")
+            word = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(word).decode()}")
         with _reasons(self._url):
             try:
                 with self._opener.open(request, timeout=_SILENCE_S) as response:
                     data: bytes = response.read(LARGEST_OBJECT_BYTES + 1)
-                    _check_size(len(data))
+                    if len(data) > LARGEST_OBJECT_BYTES:
+                        raise StoreError(_TOO_LARGE)
                     if response.length:
                         raise StoreError("the connection ended in the middle of an object")
                     return StoredObject(data, response.headers.get("ETag", ""))
             except HTTPError as error:
                 error.close()
-                if error.code == http.client.NOT_MODIFIED:
-                    return StoredObject(None, known)
-                if error.code not in (http.client.NOT_FOUND, http.client.GONE):
+                if error.code not in (_NOT_MODIFIED, 404, 410):
                     raise
-        return None
+                return StoredObject(None, known) if error.code == _NOT_MODIFIED else None
 
 
 class Bucket:
-    """The objects below a URL of a bucket, through fsspec.
+    """The objects below a URL of a bucket, through fsspec's files: here of S3.
 
     Attributes:
         never_a_version: a version that no object ever has.
@@ -145,10 +138,9 @@ class Bucket:
 
     def __init__(self, url: StoreURL) -> None:
         """Finds the credentials of the bucket; see `open`."""
+        self._url, self._bucket = url, url.parts.netloc
         with _reasons(url):
             self._files = self._filesystem(use_listings_cache=False, skip_instance_cache=True)
-        self._url = url
-        self._bucket, self._prefix = url.parts.netloc, url.parts.path.lstrip("/")
 
     @staticmethod
     def open(url: StoreURL) -> Bucket:
@@ -179,9 +171,8 @@ class Bucket:
         Raises:
             StoreError: the bucket cannot be listed.
         """
-        with _reasons(self._url), self._nothing_there():
-            files = self._files.ls(f"{self._bucket}/{self._prefix}", detail=False)
-            return _of_functions(file.rpartition("/")[2] for file in files)
+        with self._asking():
+            return _of_functions(self._files.ls(self._bucket + self._url.parts.path, detail=False))
         return []
 
     def read(self, name: str, known: str = "") -> StoredObject | None:
@@ -194,16 +185,15 @@ class Bucket:
         Raises:
             StoreError: the object cannot be read.
         """
-        path = f"{self._bucket}/{self._key(name)}"
-        with _reasons(self._url), self._nothing_there():
+        with self._asking():
             # The version comes first: if another process replaces the object in between, this version is too old, and
             # a write on this condition is refused.
-            about = self._files.info(path)
+            about = self._files.info(f"{self._bucket}/{self._key(name)}")
             version = str(about.get("ETag") or about.get("generation") or "")
-            if version and version == known:
-                return StoredObject(None, known)
-            _check_size(about["size"])
-            return StoredObject(self._content(self._key(name)), version)
+            if about["size"] > LARGEST_OBJECT_BYTES:
+                raise StoreError(_TOO_LARGE)
+            is_known = bool(version) and version == known
+            return StoredObject(None if is_known else self._content(self._key(name)), version)
         return None
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -220,15 +210,14 @@ class Bucket:
         Raises:
             StoreError: the server refused for another reason, or gave no answer.
         """
-        with _reasons(self._url):
+        with self._asking(is_new=not version):
             try:
                 self._write(self._key(name), data, version)
+                return True
             except Exception as error:
-                is_gone = bool(version) and isinstance(error, FileNotFoundError) and not self._lacks_bucket(error)
-                if not is_gone and not isinstance(error, FileExistsError) and _status(error) not in _LOST_RACE:
+                if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
                     raise
-                return False
-        return True
+        return False
 
     def _filesystem(self, **options: bool) -> Any:
         from s3fs import S3FileSystem
@@ -236,8 +225,7 @@ class Bucket:
         return S3FileSystem(max_concurrency=1, **options)  # parts of an object could be of two versions
 
     def _content(self, key: str) -> bytes:
-        content: bytes = self._files.cat_file(f"{self._bucket}/{key}")
-        return content
+        return bytes(self._files.cat_file(f"{self._bucket}/{key}"))
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
@@ -245,20 +233,21 @@ class Bucket:
         self._files.pipe_file(f"{self._bucket}/{key}", data, chunksize=2 * LARGEST_OBJECT_BYTES, **condition)
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}.json".lstrip("/")
+        return f"{self._url.parts.path}/{name}.json".lstrip("/")
 
     @contextlib.contextmanager
-    def _nothing_there(self) -> Iterator[None]:
-        """Ends the block if an object does not exist, but not if the bucket does not."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            if self._lacks_bucket(error):
-                raise
+    def _asking(self, *, is_new: bool = False) -> Iterator[None]:
+        """Ends the block if an object does not exist, and turns other errors into `StoreError`.
 
-    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
-        """Returns whether the bucket does not exist. Google's answer does not tell."""
-        return "bucket" in str(error).lower().replace(self._bucket.lower(), "")
+        Args:
+            is_new: whether there need not be an object, so that its bucket is missing.
+        """
+        with _reasons(self._url):
+            try:
+                yield
+            except FileNotFoundError as error:
+                if is_new or "bucket" in str(error).lower().replace(self._bucket.lower(), ""):
+                    raise
 
 
 class _GoogleBucket(Bucket):
@@ -274,8 +263,7 @@ class _GoogleBucket(Bucket):
         return GCSFileSystem(**options)
 
     def _content(self, key: str) -> bytes:
-        content: bytes = self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1]
-        return content
+        return bytes(self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1])
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"
@@ -286,9 +274,7 @@ class _GoogleBucket(Bucket):
         self._files.call("POST", address, headers=kind, data=body, **options)
 
 
-def _status(error: Exception) -> str:
-    """Returns the status code of the server's answer behind an error of s3fs or gcsfs; empty if there is none."""
-    response = getattr(error.__cause__ or error, "response", None)  # botocore's
-    if isinstance(response, Mapping):
-        return str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-    return str(getattr(error, "code", ""))
+def _status(error: Exception) -> int:
+    """Returns the status code of the server's answer behind an error of s3fs; 0 if there is none."""
+    response = getattr(error.__cause__, "response", {})  # botocore's
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))

@@ -7,7 +7,7 @@ import functools
 import json
 import logging
 import os
-import select
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -24,9 +24,10 @@ from quarantune.values.store_url import StoreURL
 
 FETCHING_S, PUSHING_S = 5.0, 10.0
 """Seconds that a process waits for all its layers together, and for the push at its end."""
+_LARGEST_BYTES = 1 << 16
 _BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.stdin.readline()); "
-    "from quarantune.buckets import serving; serving.main()"
+    "import sys, json, socket; job = socket.socket(fileno=0); sys.path[:] = json.loads(job.recv(1 << 20)); "
+    "from quarantune.buckets import serving; serving.main(job)"
 )
 _logger = logging.getLogger("quarantune")
 _lock = new_lock()
@@ -62,7 +63,7 @@ class _Agent:
         self.pending: dict[tuple[StoreURL, Path], set[str]] = {}
         self._refreshed: set[tuple[str, Path]] = set()
         self._left_s = FETCHING_S
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self._finish, pid)
 
     def refresh(self, url: StoreURL, name: str, directory: Path) -> None:
@@ -85,49 +86,44 @@ class _Agent:
             if trouble := self._carry_out(deadline - time.monotonic(), "push", url, sorted(names), cache_dir):
                 told = f"{trouble}: results stay in {str(cache_dir)!r}, and were not pushed"
                 _logger.warning("%s; push them with `quarantune cache push %s`", told, url)
-        self._end()
+        self.end()
 
     def _carry_out(self, within_s: float, kind: str, url: StoreURL, what: str | list[str], directory: Path) -> str:
         """Carries an order out; returns a sentence about trouble, or an empty text. See `serving`."""
-        deadline = time.monotonic() + within_s
-        is_done = False
+        deadline, answer = time.monotonic() + within_s, b""
         try:
             if within_s <= 0:
                 raise TimeoutError("no time is left, because servers were slow")
-            process = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            order = kind, url.parts.geturl(), what, str(directory), within_s
-            print(json.dumps(order), file=process.stdin, flush=True)
-            ready = select.poll()
-            ready.register(process.stdout, select.POLLIN)
-            if not ready.poll(1000 * max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no answer within {within_s:.2g} s")
-            answer = json.loads(process.stdout.readline() or '"its process has ended"')
-            is_done = True
-            return str(answer)
-        except (OSError, RuntimeError, ValueError) as error:
+            if self._process is None or self._process.poll() is not None:
+                self.end()
+                self._start()
+            self._line.send(json.dumps([kind, url.parts.geturl(), what, str(directory), within_s]).encode())
+            self._line.settimeout(max(0.001, deadline - time.monotonic()))
+            if answer := self._line.recv(_LARGEST_BYTES):
+                return str(json.loads(answer))
+            raise OSError("the process that talks to it has ended")
+        except (OSError, RuntimeError) as error:
             return f"{url}: {error}"
         finally:
-            if not is_done:  # the answer may still come
-                self._end()
+            if not answer:  # it may still come
+                self.end()
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._process is None:
-            command, pipe, null = [*interpreter_command(), _BOOTSTRAP], subprocess.PIPE, subprocess.DEVNULL
+    def _start(self) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command, null = [*interpreter_command(), _BOOTSTRAP], subprocess.DEVNULL
+        with theirs as stdin:
             self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=null, text=True, start_new_session=True
+                command, stdin=stdin.fileno(), stdout=null, stderr=null, start_new_session=True
             )
-            print(json.dumps(startup_path()), file=self._process.stdin)
-        return self._process
+        self._line.send(json.dumps(startup_path()).encode())
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             self._process = None
+            self._line.close()
 
 
 _agent = functools.cache(_Agent)

@@ -9,13 +9,12 @@ import json
 import os
 import resource
 import signal
-import sys
+import socket
 from pathlib import Path
 
 from quarantune.buckets import exchange
 from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, StoreError, open_objects
-from quarantune.cache.entry_file import DamagedError, decode_entries, encode
-from quarantune.cache.problems import CacheWriteError, NewerSchemaError, write_errors
+from quarantune.cache.problems import CacheWriteError, write_errors
 from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory
 from quarantune.values.store_url import StoreURL
@@ -28,23 +27,21 @@ _MEMORY_BYTES = 4 << 30
 _opened = functools.cache(open_objects)
 
 
-def main() -> None:
-    """Answers each line of stdin, an order, by a sentence about trouble; by an empty text if there is none."""
+def main(job: socket.socket) -> None:
+    """Answers each order by a sentence about trouble; by an empty text if there is none."""
     with contextlib.suppress(ValueError):  # a lower limit is in force
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # packages may print
+    signal.alarm(_IDLE_S)
+    while order := job.recv(1 << 20):
+        kind, url, what, directory, within_s = json.loads(order)
+        signal.alarm(int(within_s) + _IDLE_S)
+        trouble = ""
+        try:
+            (push if kind == "push" else refresh)(StoreURL.parse(url), what, Path(directory))
+        except (StoreError, CacheWriteError, ValueError, MemoryError) as error:
+            trouble = str(error) or type(error).__name__
+        job.send(json.dumps(trouble).encode())
         signal.alarm(_IDLE_S)
-        for line in sys.stdin:
-            kind, url, what, directory, within_s = json.loads(line)
-            signal.alarm(int(within_s) + _IDLE_S)
-            trouble = ""
-            try:
-                (push if kind == "push" else refresh)(StoreURL.parse(url), what, Path(directory))
-            except (StoreError, DamagedError, NewerSchemaError, CacheWriteError, ValueError, MemoryError) as error:
-                trouble = str(error) or type(error).__name__
-            print(json.dumps(trouble), file=answers, flush=True)
-            signal.alarm(_IDLE_S)
     os._exit(0)  # a thread that waits for a name server would delay an ordinary end
 
 
@@ -54,7 +51,7 @@ def push(url: StoreURL, names: list[str], cache_dir: Path) -> None:
 
 
 def refresh(url: StoreURL, name: str, directory: Path) -> None:
-    """Brings the local copy of an object up to date, unless the object is unusable.
+    """Brings the local copy of an object up to date.
 
     Args:
         url: the URL.
@@ -62,7 +59,8 @@ def refresh(url: StoreURL, name: str, directory: Path) -> None:
         directory: the directory of the copy, `remote/HASH` in the cache directory.
 
     Raises:
-        StoreError, DamagedError, NewerSchemaError, CacheWriteError: the copy is not up to date, or lacks entries.
+        StoreError: the object cannot be fetched, or is damaged.
+        CacheWriteError: the directory cannot keep the copy.
     """
     with (
         write_errors(f"{url}: there can be no copy in {str(directory)!r}"),
@@ -71,19 +69,11 @@ def refresh(url: StoreURL, name: str, directory: Path) -> None:
         found = _opened(url).read(name, _version(place, name))
         if found is None:
             place.remove(f"{name}.json")
-        elif (data := found.data) is not None:
-            damage = None
-            try:
-                decode_entries(data, f"{url}/{name}.json")
-            except DamagedError as error:
-                if not error.usable:
-                    raise
-                data, damage = encode(error.usable), error
-            about = {"version": found.version, "sha256": hashlib.sha256(data).hexdigest()}
-            place.replace(f"{name}.json", data)
+        elif found.data is not None:
+            exchange.decoded(url, name, found)
+            about = {"version": found.version, "sha256": hashlib.sha256(found.data).hexdigest()}
+            place.replace(f"{name}.json", found.data)
             place.replace(f"{name}.etag", json.dumps(about).encode())
-            if damage is not None:
-                raise damage
 
 
 def _version(place: Directory, name: str) -> str:
