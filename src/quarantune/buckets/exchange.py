@@ -22,6 +22,8 @@ _MOST_ATTEMPTS = 200
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 """Longest pause after the first lost race for an object, and after any."""
 
+_REMEDY = "Correct the URL, or give names of functions with --only."
+
 
 def push(url: StoreURL, store: Store, *, names: Collection[str] | None = None, dry_run: bool = False) -> MergeReport:
     """Copies the results of a cache into a bucket. Of jobs that push at once, none loses a result.
@@ -74,7 +76,7 @@ def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
     known = objects.names() if is_listed else [safe_name(name) for name in names or ()]
 
     def fetched() -> Iterator[tuple[str, Contents]]:
-        for name in entries.among(names or ["*"], known, str(url)):
+        for name in entries.among(names or ["*"], known, str(url), _REMEDY):
             if not (contents := decoded(url, name, objects.read(name))):
                 raise ValueError(f"there are no results in {url}/{name}.json: correct the name, or the URL")
             yield name, contents

@@ -289,15 +289,17 @@ def named(store: Store, names: Collection[str]) -> list[str]:
     return among(names, sorted({*store.names(), *swept}), str(store.directory))
 
 
-def among(names: Collection[str], known: Collection[str], place: str) -> list[str]:
+def among(
+    names: Collection[str], known: Collection[str], place: str, remedy: str = "`quarantune cache list` shows all names."
+) -> list[str]:
     """Returns the functions of these names among the functions in a directory or at a URL.
 
     Raises:
-        ValueError: there is nothing for a name.
+        ValueError: there is nothing for a name, and no near name, so that the message gives the remedy.
     """
     for wanted in names:
         if not any(_matches(name, wanted) for name in known):
-            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
+            near = did_you_mean(wanted, known) or f" {remedy}"
             raise ValueError(f"nothing is cached for {shown(wanted)} in {place!r}.{near}")
     return [name for name in known if any(_matches(name, wanted) for wanted in names)]
 
