@@ -185,9 +185,9 @@ def test_a_pull_adds_to_the_cache_by_the_rules_of_a_merge(tmp_path: Path, bucket
     assert store.get("scale", "cpu", "a") == entry(2)
     assert store.get("scale", "cpu", "b") == entry(1, created="2027-01-01T00:00:00Z")
     with pytest.raises(
-        ValueError, match=r"nothing is cached for 'doubel\*' in 's3://bucket/tuned'\. Correct the URL, or give names"
+        ValueError, match=r"nothing is cached for 'unknown\*' in 's3://bucket/tuned'\. Correct the URL, or give names"
     ):
-        exchange.pull(URL, store, names=["doubel*"])
+        exchange.pull(URL, store, names=["unknown*"])
     with pytest.raises(ValueError, match=r"there are no results in s3://bucket/tuned/triple\.json"):
         exchange.pull(URL, store, names=["triple"])
 

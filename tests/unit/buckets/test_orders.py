@@ -16,6 +16,7 @@ from store_servers import entry, new_job, results, web_store
 
 from quarantune.buckets import orders
 from quarantune.cache import CacheWarning
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.values.store_url import StoreURL
 
 BOUND_S = 30.0
@@ -140,6 +141,16 @@ def test_a_cache_that_cannot_keep_a_copy_costs_a_warning(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with web_store({"scale.json": results("key")}) as server:
         assert in_trouble(server.url, tmp_path / "file", "there can be no copy in") is None
+
+
+def test_a_worker_uses_the_copy_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with web_store({"scale.json": results("key"), "double.json": results("key")}) as server:
+        assert looked_up(server.url, tmp_path) == entry(1)
+        monkeypatch.setenv(SANDBOX_MARK, "1")
+        new_job()
+        assert looked_up(server.url, tmp_path) == entry(1)
+        assert looked_up(server.url, tmp_path, "double") is None
+        assert len(server.requests) == 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -120,6 +121,16 @@ def test_a_copy_that_is_not_whole_is_fetched_again(directory: Path) -> None:
             serving.refresh(server.url, "scale", directory)
             assert copy.read_bytes() == whole
             assert "If-None-Match" not in server.requests[-1][1]
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_missing_package_is_named(
+    scheme: str, package: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    says = rf"{scheme}://bucket/x needs further packages \(.*{package}.*\): pip install 'quarantune\[remote\]'"
+    with pytest.raises(StoreError, match=says):
+        serving.refresh(StoreURL.parse(f"{scheme}://bucket/x"), "scale", directory)
 
 
 def test_a_link_in_the_place_of_a_copy_is_not_followed(directory: Path, tmp_path: Path) -> None:
