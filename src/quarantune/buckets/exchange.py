@@ -42,10 +42,9 @@ def push(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
         StoreError: the bucket cannot be used, or an object in it is damaged. Functions before it are pushed.
         CacheWriteError: an object would be too large.
     """
-    if not url.is_bucket:
+    found, bucket = entries.chosen(store, names=names, devices=None), open_objects(url)
+    if not isinstance(bucket, Bucket):
         raise ValueError(f"nothing can be pushed to {url}: give {BUCKET_URL}")
-    found = entries.chosen(store, names=names, devices=None)
-    bucket = Bucket.open(url)
     if dry_run:
         return entries.merge(_DryRun(lambda name: decoded(url, name, bucket.read(name))), found)
     if found:

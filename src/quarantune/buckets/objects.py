@@ -45,15 +45,6 @@ class StoredObject(NamedTuple):
     version: str
 
 
-def open_objects(url: StoreURL) -> WebServer | Bucket:
-    """Opens a store for reading.
-
-    Raises:
-        StoreError: a package is missing, or the store's credentials are not usable.
-    """
-    return Bucket.open(url) if url.is_bucket else WebServer(url)
-
-
 @contextlib.contextmanager
 def _reasons(url: StoreURL) -> Iterator[None]:
     """Turns every error of the block into `StoreError`."""
@@ -137,19 +128,10 @@ class Bucket:
     never_a_version = f'"{32 * "0"}"'
 
     def __init__(self, url: StoreURL) -> None:
-        """Finds the credentials of the bucket; see `open`."""
+        """Finds the credentials of the bucket; see `open_objects`."""
         self._url, self._bucket = url, url.parts.netloc
         with _reasons(url):
             self._files = self._filesystem(use_listings_cache=False, skip_instance_cache=True)
-
-    @staticmethod
-    def open(url: StoreURL) -> Bucket:
-        """Opens a bucket.
-
-        Raises:
-            StoreError: a package is missing, or the credentials are not usable.
-        """
-        return (Bucket if url.parts.scheme == "s3" else _GoogleBucket)(url)
 
     def check_conditions(self) -> None:
         """Makes sure that the server keeps to the conditions of writes.
@@ -272,6 +254,15 @@ class _GoogleBucket(Bucket):
         kind = {"Content-Type": "multipart/related; boundary=part"}
         options = {"uploadType": "multipart", "ifGenerationMatch": version or "0"}
         self._files.call("POST", address, headers=kind, data=body, **options)
+
+
+def open_objects(url: StoreURL) -> WebServer | Bucket:
+    """Opens a store, which is a `Bucket` if its URL is a bucket's.
+
+    Raises:
+        StoreError: a package is missing, or the store's credentials are not usable.
+    """
+    return {"s3": Bucket, "gs": _GoogleBucket}.get(url.parts.scheme, WebServer)(url)
 
 
 def _status(error: Exception) -> int:

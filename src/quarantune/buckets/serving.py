@@ -37,17 +37,15 @@ def main(job: socket.socket) -> None:
         signal.alarm(int(within_s) + _IDLE_S)
         trouble = ""
         try:
-            (push if kind == "push" else refresh)(StoreURL.parse(url), what, Path(directory))
+            if kind == "push":
+                exchange.push(StoreURL.parse(url), Store(Path(directory), read_only=True), names=what)
+            else:
+                refresh(StoreURL.parse(url), what, Path(directory))
         except (StoreError, CacheWriteError, ValueError, MemoryError) as error:
             trouble = str(error) or type(error).__name__
         job.send(json.dumps(trouble).encode())
         signal.alarm(_IDLE_S)
     os._exit(0)  # a thread that waits for a name server would delay an ordinary end
-
-
-def push(url: StoreURL, names: list[str], cache_dir: Path) -> None:
-    """Pushes results of functions into a bucket; see `exchange.push`."""
-    exchange.push(url, Store(cache_dir, read_only=True), names=names)
 
 
 def refresh(url: StoreURL, name: str, directory: Path) -> None:

@@ -21,8 +21,8 @@ _SHORT = {f"{kind}{bits}": f"{letter}{bits}" for kind, letter in _LETTERS.items(
 _SHORT["bool"] = "pred"
 _DEEPEST = 20
 _LARGEST_SIZE = 1e300
-_ADDRESS = re.compile(r"""://(\S*?)(?=['":;,.)\]}]*(?:\s|$))""")
-"""A URL after its scheme, without the punctuation that follows it."""
+_ADDRESS = re.compile(r"""://(\S*@|)([^\s?]*?)(\?\S*?|)(?=['":;,.)\]}]*(?:\s|$))""")
+"""A URL after its scheme: user and password, place and query, without the punctuation that follows it."""
 
 
 # --- text for messages and tables ---
@@ -68,16 +68,7 @@ def shown(value: object) -> str:
 
 def without_secrets(text: str) -> str:
     """Returns a text with `***` for the users, passwords and queries of its URLs."""
-
-    def hidden(address: re.Match[str]) -> str:
-        place, mark, query = address[1].partition("?")
-        if "@" in place:
-            place = f"***@{place.rpartition('@')[2]}"
-        elif "@" in query:  # a password may contain a question mark
-            place = "***"
-        return f"://{place}{mark and '?***'}"
-
-    return _ADDRESS.sub(hidden, text)
+    return _ADDRESS.sub(lambda it: f"://{it[1] and '***@'}{it[2]}{it[3] and '?***'}", text)
 
 
 def cut(text: str, most: int) -> str:

@@ -55,7 +55,8 @@ class MemoryBucket(Bucket):
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
     made = MemoryBucket()
-    monkeypatch.setattr(Bucket, "open", lambda url: made)
+    real = exchange.open_objects
+    monkeypatch.setattr(exchange, "open_objects", lambda url: made if url.is_bucket else real(url))
     monkeypatch.setattr(exchange, "_FIRST_PAUSE_S", 1e-4)
     return made
 

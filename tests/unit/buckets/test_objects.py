@@ -32,12 +32,18 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield url
 
 
+def opened(url: StoreURL) -> Bucket:
+    bucket = open_objects(url)
+    assert isinstance(bucket, Bucket)
+    return bucket
+
+
 def missing(url: StoreURL) -> StoreURL:
     return StoreURL.parse(str(url).replace("results-", "missing-"))
 
 
 def test_an_object_is_replaced_only_in_the_version_that_was_read(url: StoreURL) -> None:
-    bucket = Bucket.open(url)
+    bucket = opened(url)
     assert bucket.read("scale") is None
     assert bucket.names() == []
     for _ in range(2):
@@ -58,7 +64,7 @@ def test_an_object_is_replaced_only_in_the_version_that_was_read(url: StoreURL) 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 def test_large_objects_are_of_one_version(url: StoreURL) -> None:
-    bucket, data = Bucket.open(url), os.urandom(12 << 20)
+    bucket, data = opened(url), os.urandom(12 << 20)
     assert bucket.replace("scale", data, "")
     found = bucket.read("scale")
     assert found is not None
@@ -67,13 +73,13 @@ def test_large_objects_are_of_one_version(url: StoreURL) -> None:
 
 def test_a_bucket_that_does_not_exist_takes_nothing(url: StoreURL) -> None:
     with pytest.raises(StoreError, match="FileNotFoundError: "):
-        Bucket.open(missing(url)).replace("scale", b"one", "")
+        opened(missing(url)).replace("scale", b"one", "")
 
 
 def test_a_bucket_is_a_layer(url: StoreURL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "FETCHING_S", 60.0)
     new_job()
-    assert Bucket.open(url).replace("scale", encode(results("key")), "")
+    assert opened(url).replace("scale", encode(results("key")), "")
     assert orders.layer(url, "scale", tmp_path).read("scale") == results("key")
     assert orders.layer(url, "double", tmp_path).read("double") == {}
     new_job()
@@ -120,10 +126,16 @@ def run_job(url: StoreURL, directory: Path) -> str:
 def test_a_job_pushes_its_results_when_it_ends(url: StoreURL, tmp_path: Path) -> None:
     Store(tmp_path / "cache").merge("another", results("key"))
     assert "not pushed" not in run_job(url, tmp_path / "cache")
-    assert Bucket.open(url).names() == ["plain"], "results of this job only"
-    found = Bucket.open(url).read("plain")
+    assert opened(url).names() == ["plain"], "results of this job only"
+    found = opened(url).read("plain")
     assert found is not None
     assert found.data == encode(Store(tmp_path / "cache").read("plain"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("url", [s3_store], ids=["s3"], indirect=True)
+def test_a_push_that_fails_is_a_line_in_the_log(url: StoreURL, tmp_path: Path) -> None:
     said = run_job(missing(url), tmp_path / "more")
     assert f"{missing(url)}: FileNotFoundError: The specified bucket does not exist: results stay in" in said
     assert f"push them with `quarantune cache push {missing(url)}`" in said
@@ -139,7 +151,7 @@ def test_nothing_is_pushed_to_a_server_that_ignores_conditions(
         Store(tmp_path / "mine").merge("scale", results("mine"))
         assert entry_point.main(["cache", "push", str(url), "--cache-dir", str(tmp_path / "mine")]) == 1
         assert f"{url}: its server ignores the conditions of writes" in capsys.readouterr().err
-        assert Bucket.open(url).names() == []
+        assert opened(url).names() == []
 
 
 @pytest.mark.parametrize(
@@ -155,7 +167,7 @@ def test_jobs_that_push_at_once_lose_nothing(
         done = json.loads(python(PROGRAMS / "pushers.py", url, tmp_path, jobs, killed, 7, **variables))
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        found = Bucket.open(url).read("scale")
+        found = opened(url).read("scale")
     assert found is not None
     entries = decode_entries(found.data or b"", "scale")["cpu"]  # nothing is torn
     assert done["failed"] == done["killed"], "nobody but the killed has failed"

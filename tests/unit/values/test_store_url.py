@@ -88,7 +88,7 @@ def test_only_a_bucket_takes_pushed_results() -> None:
         ("https://user:secret@host/x", "https://***@host/x"),
         ("https://user:sec@ret@host/x", "https://***@host/x"),
         ("https://user:sec/ret@host/x", "https://***@host/x"),
-        ("https://user:sec?ret@host/x", "https://***?***"),
+        ("https://user:sec?ret@host/x", "https://***@host/x"),
         ("https://user:sec'ret@host/x", "https://***@host/x"),
         ("https://host/x?sig=secret", "https://host/x?***"),
         ("cannot open 'https://host/x?sig=secret': no", "cannot open 'https://host/x?***': no"),
