@@ -64,11 +64,14 @@ def test_an_object_is_fetched_once_and_kept_with_its_etag(tmp_path: Path) -> Non
 def test_without_a_server_the_copy_of_an_earlier_job_is_used(tmp_path: Path) -> None:
     with web_store({"scale.json": results("key")}) as server:
         assert looked_up(server.url, tmp_path) == entry(1)
-        url = server.url
-    new_job()
-    assert in_trouble(url, tmp_path, "Connection refused>; an earlier copy is used") == entry(1)
-    new_job()
-    assert in_trouble(url, tmp_path / "empty", "Connection refused>; its results are not found") is None
+        url, port = server.url, server.server_port
+    with socket.socket() as taken:  # so that no other server gets the port; it does not listen
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        new_job()
+        assert in_trouble(url, tmp_path, "Connection refused>; an earlier copy is used") == entry(1)
+        new_job()
+        assert in_trouble(url, tmp_path / "empty", "Connection refused>; its results are not found") is None
 
 
 def drip(request: BaseHTTPRequestHandler) -> None:
