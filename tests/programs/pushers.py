@@ -28,27 +28,30 @@ def main() -> None:
     pids = []
     for job in range(jobs):
         if (pid := os.fork()) == 0:
-            os.close(go[1])
-            os.write(started[1], b".")
-            os.read(go[0], 1)  # until all have started
-            exchange.push(StoreURL.parse(url), Store(directory / Path(str(job)), read_only=True))
-            os.write(ended[1], b"%3d\n" % job)
-            os._exit(0)
+            try:
+                os.close(go[1])
+                os.write(started[1], b".")
+                os.read(go[0], 1)  # until all have started
+                exchange.push(StoreURL.parse(url), Store(directory / Path(str(job)), read_only=True))
+                os.write(ended[1], b"%3d\n" % job)
+                os._exit(0)
+            finally:
+                os._exit(1)
         pids.append(pid)
     for _ in range(jobs):
         os.read(started[0], 1)
     os.close(go[1])
+    os.close(ended[1])
     done: list[int] = []
     rng = random.Random(seed)
     doomed = rng.sample(range(jobs), killed)
     # Each time that a push returns, one or more of the others are killed, at whatever they do.
     while doomed:
-        for job in (doomed.pop() for _ in range(min(len(doomed), rng.randint(1, 3)))):
+        for job in (doomed.pop() for _ in range(min(len(doomed), rng.randint(2, 6)))):
             os.kill(pids[job], signal.SIGKILL)
-        if doomed:
-            done.append(int(os.read(ended[0], 4)))
+        if doomed and (line := os.read(ended[0], 4)):
+            done.append(int(line))
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    os.close(ended[1])
     while line := os.read(ended[0], 4):
         done.append(int(line))
     print(json.dumps({"done": sorted(done), "killed": codes.count(-signal.SIGKILL), "failed": sum(map(bool, codes))}))
