@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from quarantune.answers.answer import Situation
-from quarantune.answers.layers import open_store
+from quarantune.answers.layers import save
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
@@ -106,7 +106,7 @@ def _save(entry: Entry, described: Sequence[KeyedCall], shares: Sequence[CallSha
     if "arguments" in entry:
         entry["arguments"] = [each.arguments for each in described]
     try:
-        open_store(now.settings).put(*described[0].id, entry)
+        save(now.settings, described[0].id, entry)
     except CacheWriteError as error:
         problems.report_once(str(error))
 
