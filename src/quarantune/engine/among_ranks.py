@@ -1,0 +1,464 @@
+"""One sweep that ranks of a `jax.distributed` program share: each rank measures configs on its own device.
+
+The rank that has claimed the call leads: it lists the configs, collects the trials, and holds the final. The ranks that
+wait for it help. They share only the program's key-value store. Its keys, below the directory of the call:
+
+    beat/<rank>               a number that changes while a rank that leads is alive
+    trial/<config>            the trial of a config, the first of any rank; empty if a helper returned the config
+    <leader>/work/<n>         the n-th list of configs; the last list is marked
+    <leader>/taken/<config>   the rank that measures a config, by first writer wins
+    <leader>/helper/<rank>    a rank that helps
+    <leader>/seat/<device>    the rank that measures on a device that several ranks have
+
+Configs are named by their index, which is the same for all ranks. Each rank begins with the same part of a list in
+every run, and then takes configs from the other ends of the others' parts, fewer at a time towards the end. So a rank
+that is late or slow measures less. A config that was taken and has no trial long after others would have had theirs
+runs again on the leader. If the leader shows no sign of life, another rank claims the call and uses the trials so far.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated
+
+from quarantune.host.machine import boot_id
+from quarantune.jax_internals.jax_backends import Coordination
+from quarantune.scheduler.plan import ConfigSource, Mode
+from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Listener
+from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.values.codec import Record, canonical_json, decode_json, within
+from quarantune.values.configs import Config
+from quarantune.values.options import AUTO
+from quarantune.values.settings import SHARE
+from quarantune.values.space import Space
+from quarantune.values.trial import UNSETTLED, Outcome, Trial
+
+_logger = logging.getLogger("quarantune")
+
+FEWEST = 17
+"""Least number of configs that ranks share with `AGREE=auto`: fewer are measured by the time that a rank has begun."""
+_MOST_CHARS = 200_000
+"""Longest text of a trial. A longer one is not sent and not read: the leader measures the config."""
+_LONGEST_LIST = 5_000
+"""Most configs of one list."""
+_ASKED = 8
+"""Number of configs to take when a run begins."""
+_BEAT_S = 1.0
+"""Seconds between two beats of a leader."""
+_POLL_S, _POLL_SHARE = 0.1, 0.1
+"""Least seconds between two looks at the store, and the share of the time that looks may take."""
+_PATIENCE, _LEAST_S = 3.0, 5.0
+"""Multiple of the longest time of a config so far, and seconds, that the leader waits for a taken config."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkList(Record):
+    """A list of configs to measure.
+
+    Attributes:
+        indices: the configs.
+        is_last: whether no further list comes.
+    """
+
+    indices: tuple[Annotated[int, within(0, 2**63)], ...]
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """The part of the store for one shared sweep.
+
+    Attributes:
+        store: the key-value store of the program.
+        topic: the directory of the call.
+        leader: the rank that leads.
+    """
+
+    store: Coordination
+    topic: str
+    leader: int
+
+    def beat(self, count: int) -> None:
+        """Shows that the leader, which is this rank, is alive."""
+        self.store.put(f"{self.topic}/beat/{self.leader}", str(count))
+
+    def last_beat(self) -> str | None:
+        """Returns the last beat of the leader; None before the first."""
+        return self.store.read(f"{self.topic}/beat/{self.leader}")
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Shows during the block that this rank is alive, whatever its main thread does."""
+        is_over = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(RuntimeError):  # the service is gone, and the main thread also notices it
+                for count in itertools.count(1):
+                    self.beat(count)
+                    if is_over.wait(_BEAT_S):
+                        return
+
+        threading.Thread(target=beat, name="quarantune-beat", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def publish(self, number: int, indices: Sequence[int], *, is_last: bool) -> None:
+        """Publishes a list of configs."""
+        listed = WorkList(indices=tuple(indices), is_last=is_last)
+        self.store.write(self._key(f"work/{number}"), canonical_json(listed.to_json()))
+
+    def work(self, number: int) -> WorkList | None:
+        """Returns a list of configs; None before it is published."""
+        text = self.store.read(self._key(f"work/{number}"))
+        return None if text is None else WorkList.from_json(decode_json(text))
+
+    def take(self, index: int) -> bool:
+        """Takes a config for this rank, and returns whether it is the first to do so."""
+        return self.store.write(self._key(f"taken/{index}"), str(self.store.rank))
+
+    def taken(self) -> set[int]:
+        """Returns the configs that a rank has taken."""
+        return {int(index) for index in self.store.listed(self._key("taken")) if index.isdecimal()}
+
+    def join(self, seat: str) -> bool:
+        """Joins the helpers if no other rank has the seat, and returns whether this rank has joined."""
+        has_seat = self.store.write(self._key(f"seat/{seat}"), str(self.store.rank))
+        return has_seat and self.store.write(self._key(f"helper/{self.store.rank}"), "")
+
+    def helpers(self) -> int:
+        """Returns the number of ranks that have joined, including the leader."""
+        return self.store.count(self._key("helper"))
+
+    def say(self, index: int, trial: Trial | None) -> None:
+        """Publishes the trial of a config that this rank has measured; None returns the config to the leader."""
+        text = "" if trial is None else canonical_json(self._marked(trial).to_json())
+        self.store.write(f"{self.topic}/trial/{index}", text if len(text) <= _MOST_CHARS else "")
+
+    def heard(self, index: int, config: Config) -> Trial | None:
+        """Returns the trial of a config; None before it is published.
+
+        Raises:
+            LookupError: the rank that took the config has returned it, or has published something else.
+        """
+        if (text := self.store.read(f"{self.topic}/trial/{index}")) is None:
+            return None
+        try:
+            if not 0 < len(text) <= _MOST_CHARS:
+                raise ValueError("it is empty or too long")
+            trial = Trial.from_json(decode_json(text))
+        except ValueError as error:
+            raise LookupError(f"config {index} has no trial: {error}") from None
+        return dataclasses.replace(trial, config=config)
+
+    def said(self) -> set[int]:
+        """Returns the configs that have a trial."""
+        return {int(index) for index in self.store.listed(f"{self.topic}/trial") if index.isdecimal()}
+
+    def _marked(self, trial: Trial) -> Trial:
+        device = f"{trial.device} on rank {self.store.rank}" if trial.device else ""
+        return dataclasses.replace(trial, device=device)
+
+    def _key(self, name: str) -> str:
+        return f"{self.topic}/{self.leader}/{name}"
+
+
+class _Part(ConfigSource):
+    """The configs that one rank takes from the lists."""
+
+    def __init__(self, board: Board, configs: Sequence[Config]) -> None:
+        self._board = board
+        self._configs = configs
+        self._open: collections.deque[int] = collections.deque()
+        self._own: set[int] = set()
+        self._taken: dict[int, float] = {}
+
+    def take(self, count: int) -> dict[int, Config]:
+        """Takes configs: first those of this rank's own part, and fewer at a time towards the end."""
+        if self._open and self._open[0] not in self._own:
+            self._leave(self._board.taken())
+        count = min(count, max(1, len(self._open) // (2 * self._board.store.ranks)))
+        taken: dict[int, Config] = {}
+        while self._open and len(taken) < count:
+            index = self._open.popleft()
+            if self._board.take(index):
+                taken[index] = self._configs[index]
+        self._taken |= dict.fromkeys(taken, time.monotonic())
+        return taken
+
+    def _add(self, indices: Sequence[int]) -> None:
+        """Adds a list: this rank's part of it in order, then the other parts from their ends."""
+        own = indices[self._board.store.rank :: self._board.store.ranks]
+        self._own.update(own)
+        self._open.extend(own)
+        self._open.extend(index for index in reversed(indices) if index not in self._own)
+
+    def _leave(self, taken: set[int]) -> None:
+        """Forgets configs that some rank has taken."""
+        self._open = collections.deque(index for index in self._open if index not in taken)
+
+
+class _Leader(_Part):
+    """The part of the rank that leads, and its view of the other parts."""
+
+    def __init__(self, board: Board, request: SweepRequest, space: Space) -> None:
+        super().__init__(board, space)
+        self._request = request
+        self._ledger, self._inner = request.ledger, request.source
+        self._listed: set[int] = set()
+        self._numbers = itertools.count()
+        self._has_ended = False
+        self._elsewhere: dict[int, float] = {}
+        self._returned: list[int] = []
+        self._longest_s = 0.0
+        self._next_look = 0.0
+
+    def begin(self, configs: Mapping[int, Config]) -> dict[int, Config]:
+        """Lists configs, and returns the first ones for this rank; uses trials that an earlier leader's ranks left."""
+        for index in self._board.said() & configs.keys():
+            with contextlib.suppress(LookupError):
+                trial = self._board.heard(index, configs[index])
+                if trial is not None and trial.is_usable:
+                    self._ledger.end(index, trial)
+        left = [index for index in configs if index not in self._ledger.trials]
+        default = self._request.problem.default
+        first = [default] if default is not None and default in left else left[:1]
+        # A config that has crashed or hung before runs last, and here: its next end may be the end of a rank.
+        self._returned = [index for index in left if index in self._request.troubled and index not in first]
+        rest = [index for index in left if index not in {*first, *self._returned}]
+        for start in range(0, max(1, len(rest)), _LONGEST_LIST):
+            self._publish(rest[start : start + _LONGEST_LIST], is_last=start + _LONGEST_LIST >= len(rest))
+        taken = {index: configs[index] for index in first}
+        self._taken |= dict.fromkeys(taken, time.monotonic())
+        return taken | super().take(_ASKED)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all configs are taken, and the search has ended."""
+        return not self._open and self._inner.is_closed
+
+    def take(self, count: int) -> dict[int, Config]:
+        """Takes configs from the search, else from the lists."""
+        taken = dict(self._inner.take(count))
+        self._taken |= dict.fromkeys(taken, time.monotonic())
+        return taken | super().take(count - len(taken))
+
+    def ended(self, index: int, trial: Trial) -> None:
+        """Passes a trial to the search."""
+        self._inner.ended(index, trial)
+
+    def why_late(self) -> str:
+        """Returns why the time of the search is over; empty while it is not."""
+        return self._inner.why_late()
+
+    def reason_to_stop(self) -> str:
+        """Returns why the search has stopped; empty while it continues."""
+        return self._inner.reason_to_stop()
+
+    def rest(self) -> dict[int, Config]:
+        """Waits for the trials of the other ranks; returns configs that run again here as soon as there are any."""
+        while True:
+            self._ledger.tick()
+            if taken := self._again() or self.take(_ASKED):
+                return taken
+            if self.is_closed and not self._elsewhere:
+                return {}
+            time.sleep(_POLL_S)
+
+    def note(self, index: int, trial: Trial) -> None:
+        """Publishes a trial of this rank, in case it dies."""
+        if index in self._taken and trial.outcome not in UNSETTLED:
+            self._longest_s = max(self._longest_s, time.monotonic() - self._taken[index])
+            self._board.say(index, trial)
+
+    def look(self) -> None:
+        """Collects the trials of the other ranks, and lists the search's next configs for them."""
+        if (now := time.monotonic()) < self._next_look:
+            return
+        if reason := self.reason_to_stop():
+            self._give_up(reason)
+        taken = self._board.taken()
+        self._leave(taken)
+        for index in (taken & self._listed) - self._taken.keys() - self._ledger.trials.keys():
+            self._elsewhere.setdefault(index, now)
+        for index, since in [*self._elsewhere.items()]:
+            try:
+                trial = self._board.heard(index, self._configs[index])
+                if trial is not None:
+                    self._longest_s = max(self._longest_s, now - since)
+                    self._settle(index, trial)
+            except LookupError as error:
+                _logger.info("%s: %s; it runs here", self._request.problem.name, error)
+                del self._elsewhere[index]
+                self._returned.append(index)
+        if not self._has_ended:
+            more = self._inner.take(max(0, 2 * (self._board.helpers() - 1) - len(self._open)))
+            if more or self._inner.is_closed:
+                self._publish([*more], is_last=self._inner.is_closed)
+        self._next_look = time.monotonic() + max(_POLL_S, (time.monotonic() - now) / _POLL_SHARE)
+
+    def _publish(self, indices: Sequence[int], *, is_last: bool) -> None:
+        self._has_ended = is_last and self._inner.is_closed
+        self._listed.update(indices)
+        self._add(indices)
+        self._board.publish(next(self._numbers), indices, is_last=self._has_ended)
+
+    def _settle(self, index: int, trial: Trial) -> None:
+        self._elsewhere.pop(index, None)
+        self._ledger.end(index, trial)
+        self._inner.ended(index, trial)
+
+    def _again(self) -> dict[int, Config]:
+        """Returns the configs that other ranks have returned, or should have measured by now."""
+        now, limits = time.monotonic(), self._request.limits
+        longest_s = _PATIENCE * self._longest_s or limits.compile_timeout_s + limits.timeout_s
+        late = [index for index, since in self._elsewhere.items() if now - since > max(_LEAST_S, longest_s)]
+        if late:
+            text = "%s: %d configs that other ranks took have no trial yet: they run here"
+            _logger.info(text, self._request.problem.name, len(late))
+        again = {index: self._configs[index] for index in [*self._returned, *late]}
+        self._returned = []
+        self._elsewhere = {index: since for index, since in self._elsewhere.items() if index not in again}
+        self._taken |= dict.fromkeys(again, now)
+        return again
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the listed configs without a trial."""
+        for index in [*self._elsewhere, *filter(self._board.take, self._open)]:
+            self._settle(index, Trial(config=self._configs[index], outcome=Outcome.NOT_RUN, message=reason))
+        self._open.clear()
+
+
+class _Helper(_Part):
+    """The part of a rank that helps."""
+
+    def __init__(self, board: Board, space: Space, why_over: Callable[[], str]) -> None:
+        super().__init__(board, space)
+        self._why_over = why_over
+        self._reason = ""
+        self._next_look = 0.0
+        self._number = 0
+        self._is_last = False
+        self._is_unfit = False
+        self._said: set[int] = set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all configs are taken and no further list comes, or the work is over."""
+        return bool(self._reason) or (self._is_last and not self._open)
+
+    def take(self, count: int) -> dict[int, Config]:
+        """Takes configs from the lists so far."""
+        while not self._is_last and (listed := self._board.work(self._number)) is not None:
+            self._number, self._is_last = self._number + 1, listed.is_last
+            self._add(listed.indices)
+        return {} if self.reason_to_stop() else super().take(count)
+
+    def rest(self) -> dict[int, Config]:
+        """Waits for configs and takes them; empty when no further ones come."""
+        while not self.is_closed:
+            if taken := self.take(_ASKED):
+                return taken
+            time.sleep(_POLL_S)
+        return {}
+
+    def reason_to_stop(self) -> str:
+        """Returns why the work is over; empty while it continues."""
+        if not self._reason and (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + _POLL_S
+            self._reason = self._why_over()
+        return self._reason
+
+    def note(self, index: int, trial: Trial) -> None:
+        """Publishes a trial."""
+        if trial.outcome not in UNSETTLED and not self._is_unfit:
+            self._board.say(index, trial)
+            self._said.add(index)
+
+    def note_default(self, trial: Trial) -> None:
+        """Ends the work if the defaults fail here: then only all outputs together show which are right."""
+        if trial.outcome.is_failure:
+            self._is_unfit, self._reason = True, "the defaults failed on this rank"
+
+    def return_left(self) -> None:
+        """Returns the configs without a trial to the leader."""
+        for index in self._taken.keys() - self._said:
+            self._board.say(index, None)
+
+
+def lead(request: SweepRequest, configs: Mapping[int, Config], board: Board, space: Space) -> Swept:
+    """Runs a sweep with the help of other ranks if it is worth that, otherwise alone.
+
+    Args:
+        request: the sweep.
+        configs: its first configs by index.
+        board: the place in the store; this rank leads.
+        space: all configs by index.
+
+    Returns:
+        Everything that the sweep found except its trials.
+    """
+    if not _is_shared(request, len(configs)):
+        return sweep.run(request, configs)
+    board.join(_seat(request, board))
+    leader = _Leader(board, request, space)
+    request.ledger.listen(Listener(on_trial=leader.note, on_tick=leader.look))
+    first = leader.begin(configs)
+    swept = sweep.run(dataclasses.replace(request, source=leader, space=space), first)
+    if left := {index: config for index, config in configs.items() if index not in request.ledger.trials}:
+        return sweep.run(request, left)  # the function did not load here, and this tells why
+    machines = collections.Counter(trial.machine for trial in request.ledger.trials.values() if trial.machine)
+    shown = ", ".join(f"{machine} {count}" for machine, count in sorted(machines.items())) or "none"
+    _logger.info("%s: configs that other ranks measured: %s", request.problem.name, shown)
+    return swept
+
+
+def help_with(request: SweepRequest, board: Board, why_over: Callable[[], str]) -> None:
+    """Measures configs for the leader until none are left; an error ends the help, not the program.
+
+    Args:
+        request: the sweep as this rank would run it, with its space.
+        board: the place in the store.
+        why_over: returns why the work is over; empty while the leader works.
+    """
+    assert request.space is not None
+    if request.mode is not Mode.IN_WORKERS or not board.join(_seat(request, board)):
+        return
+    helper = _Helper(board, request.space, why_over)
+    request.ledger.listen(Listener(on_trial=helper.note, on_default=helper.note_default))
+    try:
+        if first := helper.rest():
+            sweep.run(dataclasses.replace(request, source=helper, has_final=False), first)
+    except Exception as error:
+        text = "%s: rank %d cannot help rank %d: %s"
+        _logger.warning(text, request.problem.name, board.store.rank, board.leader, error)
+    finally:
+        helper.return_left()
+
+
+def _is_shared(request: SweepRequest, count: int) -> bool:
+    """Returns whether ranks share a sweep with a number of first configs."""
+    agree, has_reference = request.settings.agree, request.problem.untuned is not None
+    is_long = agree == SHARE or (agree == AUTO and count + request.source.total >= FEWEST)
+    # Without the defaults' output, only all outputs together show which are right.
+    is_judged = has_reference or not request.options.compares_outputs
+    # If a config ends the process that measures it, only the journal of this process shows that.
+    return is_long and is_judged and request.mode is Mode.IN_WORKERS
+
+
+def _seat(request: SweepRequest, board: Board) -> str:
+    """Returns the name of the device of this rank: the ranks of one machine have one CPU, and would disturb each other.
+
+    With `AGREE=share`, all ranks take part.
+    """
+    is_common = request.problem.platform == "cpu" and request.settings.agree != SHARE
+    return boot_id() if is_common else str(board.store.rank)
