@@ -19,7 +19,6 @@ from quarantune.host.process import without_collections
 
 if TYPE_CHECKING:
     from quarantune.answers.ranks import Agreed, Agreement
-    from quarantune.engine.among_ranks import Board
     from quarantune.results.result import TuningResult
     from quarantune.tuning.job import Tuning, TuningJob
 
@@ -94,7 +93,7 @@ class Rungs:
             own=own,
             near=functools.partial(self._from_others, call, dataclasses.replace(now, start_over=False)),
             tune=(lambda board: self._tuned(call, dataclasses.replace(now, board=board))) if may_tune else None,
-            help_with=functools.partial(self._help, call, now) if may_tune else None,
+            help_with=(lambda *about: self.tuning.help(call, now, *about)) if may_tune else None,
         )
 
     def share(self, call: KeyedCall, found: Answer, now: Situation) -> None:
@@ -141,9 +140,6 @@ class Rungs:
 
     def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
         return self.tuning.tune(call, now) if now.tunes else None
-
-    def _help(self, call: KeyedCall, now: Situation, board: Board, why_over: Callable[[], str]) -> None:
-        self.tuning.help(call, now, board, why_over)
 
     @lazy
     def tuning(self) -> Tuning:

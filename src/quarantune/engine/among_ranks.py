@@ -4,11 +4,10 @@ The rank that has claimed the call leads: it lists the configs, collects the tri
 wait for it help. They share only the program's key-value store. Its keys, below the directory of the call:
 
     beat/<rank>               a number that changes while a rank that leads is alive
-    trial/<config>            the trial of a config, the first of any rank; empty if a helper returned the config
     <leader>/work/<n>         the n-th list of configs; the last list is marked
     <leader>/taken/<config>   the rank that measures a config, by first writer wins
-    <leader>/helper/<rank>    a rank that helps
-    <leader>/seat/<device>    the rank that measures on a device that several ranks have
+    <leader>/trial/<config>   the trial of a config; `not_run` if a helper returned the config
+    <leader>/device/<name>    the rank that measures on a device, by first writer wins
 
 Configs are named by their index, which is the same for all ranks. Each rank begins with the same part of a list in
 every run, and then takes configs from the other ends of the others' parts, fewer at a time towards the end. So a rank
@@ -47,8 +46,6 @@ FEWEST = 17
 """Least number of configs that ranks share with `AGREE=auto`: fewer are measured by the time that a rank has begun."""
 _MOST_CHARS = 200_000
 """Longest text of a trial. A longer one is not sent and not read: the leader measures the config."""
-_LONGEST_LIST = 5_000
-"""Most configs of one list."""
 _ASKED = 8
 """Number of configs to take when a run begins."""
 _BEAT_S = 1.0
@@ -112,10 +109,9 @@ class Board:
         finally:
             is_over.set()
 
-    def publish(self, number: int, indices: Sequence[int], *, is_last: bool) -> None:
+    def publish(self, number: int, work: WorkList) -> None:
         """Publishes a list of configs."""
-        listed = WorkList(indices=tuple(indices), is_last=is_last)
-        self.store.write(self._key(f"work/{number}"), canonical_json(listed.to_json()))
+        self.store.write(self._key(f"work/{number}"), canonical_json(work.to_json()))
 
     def work(self, number: int) -> WorkList | None:
         """Returns a list of configs; None before it is published."""
@@ -130,46 +126,44 @@ class Board:
         """Returns the configs that a rank has taken."""
         return {int(index) for index in self.store.listed(self._key("taken")) if index.isdecimal()}
 
-    def join(self, seat: str) -> bool:
-        """Joins the helpers if no other rank has the seat, and returns whether this rank has joined."""
-        has_seat = self.store.write(self._key(f"seat/{seat}"), str(self.store.rank))
-        return has_seat and self.store.write(self._key(f"helper/{self.store.rank}"), "")
+    def join(self, device: str) -> bool:
+        """Joins the sweep, and returns whether no other rank has joined with this device."""
+        return self.store.write(self._key(f"device/{device}"), str(self.store.rank))
 
     def helpers(self) -> int:
-        """Returns the number of ranks that have joined, including the leader."""
-        return self.store.count(self._key("helper"))
+        """Returns the number of ranks that help."""
+        return self.store.count(self._key("device")) - 1
 
-    def say(self, index: int, trial: Trial | None) -> None:
-        """Publishes the trial of a config that this rank has measured; None returns the config to the leader."""
-        text = "" if trial is None else canonical_json(self._marked(trial).to_json())
-        self.store.write(f"{self.topic}/trial/{index}", text if len(text) <= _MOST_CHARS else "")
+    def say(self, index: int, trial: Trial) -> None:
+        """Publishes the trial of a config that this rank has taken; an unsettled one returns it to the leader."""
+        device = f"{trial.device} on rank {self.store.rank}" if trial.device else ""
+        text = canonical_json(dataclasses.replace(trial, device=device).to_json())
+        self.store.write(self._key(f"trial/{index}"), text if len(text) <= _MOST_CHARS else "")
 
     def heard(self, index: int, config: Config) -> Trial | None:
-        """Returns the trial of a config; None before it is published.
+        """Returns the trial of a config; `lost` if it is damaged, and None before it is published."""
+        text = self.store.read(self._key(f"trial/{index}"))
+        return None if text is None else _read(text, config)
 
-        Raises:
-            LookupError: the rank that took the config has returned it, or has published something else.
-        """
-        if (text := self.store.read(f"{self.topic}/trial/{index}")) is None:
-            return None
-        try:
-            if not 0 < len(text) <= _MOST_CHARS:
-                raise ValueError("it is empty or too long")
-            trial = Trial.from_json(decode_json(text))
-        except ValueError as error:
-            raise LookupError(f"config {index} has no trial: {error}") from None
-        return dataclasses.replace(trial, config=config)
-
-    def said(self) -> set[int]:
-        """Returns the configs that have a trial."""
-        return {int(index) for index in self.store.listed(f"{self.topic}/trial") if index.isdecimal()}
-
-    def _marked(self, trial: Trial) -> Trial:
-        device = f"{trial.device} on rank {self.store.rank}" if trial.device else ""
-        return dataclasses.replace(trial, device=device)
+    def earlier(self, configs: Mapping[int, Config]) -> dict[int, Trial]:
+        """Returns the usable trials that ranks have published for any leader."""
+        found = {}
+        for key, text in self.store.listed(self.topic).items():
+            index = key.partition("/trial/")[2]
+            if index.isdecimal() and int(index) in configs:
+                found[int(index)] = _read(text, configs[int(index)])
+        return {index: trial for index, trial in found.items() if trial.is_usable}
 
     def _key(self, name: str) -> str:
         return f"{self.topic}/{self.leader}/{name}"
+
+
+def _read(text: str, config: Config) -> Trial:
+    """Returns the trial of a config from its text; `lost` if the text is damaged."""
+    try:
+        return dataclasses.replace(Trial.from_json(decode_json(text[:_MOST_CHARS])), config=config)
+    except ValueError as error:
+        return Trial(config=config, outcome=Outcome.LOST, message=str(error))
 
 
 class _Part(ConfigSource):
@@ -224,19 +218,15 @@ class _Leader(_Part):
 
     def begin(self, configs: Mapping[int, Config]) -> dict[int, Config]:
         """Lists configs, and returns the first ones for this rank; uses trials that an earlier leader's ranks left."""
-        for index in self._board.said() & configs.keys():
-            with contextlib.suppress(LookupError):
-                trial = self._board.heard(index, configs[index])
-                if trial is not None and trial.is_usable:
-                    self._ledger.end(index, trial)
+        for index, trial in self._board.earlier(configs).items():
+            self._ledger.end(index, trial)
         left = [index for index in configs if index not in self._ledger.trials]
         default = self._request.problem.default
         first = [default] if default is not None and default in left else left[:1]
         # A config that has crashed or hung before runs last, and here: its next end may be the end of a rank.
         self._returned = [index for index in left if index in self._request.troubled and index not in first]
-        rest = [index for index in left if index not in {*first, *self._returned}]
-        for start in range(0, max(1, len(rest)), _LONGEST_LIST):
-            self._publish(rest[start : start + _LONGEST_LIST], is_last=start + _LONGEST_LIST >= len(rest))
+        kept = {*first, *self._returned}
+        self._publish([index for index in left if index not in kept])
         taken = {index: configs[index] for index in first}
         self._taken |= dict.fromkeys(taken, time.monotonic())
         return taken | super().take(_ASKED)
@@ -291,26 +281,24 @@ class _Leader(_Part):
         for index in (taken & self._listed) - self._taken.keys() - self._ledger.trials.keys():
             self._elsewhere.setdefault(index, now)
         for index, since in [*self._elsewhere.items()]:
-            try:
-                trial = self._board.heard(index, self._configs[index])
-                if trial is not None:
-                    self._longest_s = max(self._longest_s, now - since)
-                    self._settle(index, trial)
-            except LookupError as error:
-                _logger.info("%s: %s; it runs here", self._request.problem.name, error)
+            trial = self._board.heard(index, self._configs[index])
+            if trial is not None and trial.outcome in UNSETTLED:
                 del self._elsewhere[index]
                 self._returned.append(index)
+            elif trial is not None:
+                self._longest_s = max(self._longest_s, now - since)
+                self._settle(index, trial)
         if not self._has_ended:
-            more = self._inner.take(max(0, 2 * (self._board.helpers() - 1) - len(self._open)))
+            more = self._inner.take(max(0, 2 * self._board.helpers() - len(self._open)))
             if more or self._inner.is_closed:
-                self._publish([*more], is_last=self._inner.is_closed)
+                self._publish([*more])
         self._next_look = time.monotonic() + max(_POLL_S, (time.monotonic() - now) / _POLL_SHARE)
 
-    def _publish(self, indices: Sequence[int], *, is_last: bool) -> None:
-        self._has_ended = is_last and self._inner.is_closed
+    def _publish(self, indices: Sequence[int]) -> None:
+        self._has_ended = self._inner.is_closed
         self._listed.update(indices)
         self._add(indices)
-        self._board.publish(next(self._numbers), indices, is_last=self._has_ended)
+        self._board.publish(next(self._numbers), WorkList(indices=tuple(indices), is_last=self._has_ended))
 
     def _settle(self, index: int, trial: Trial) -> None:
         self._elsewhere.pop(index, None)
@@ -380,7 +368,7 @@ class _Helper(_Part):
 
     def note(self, index: int, trial: Trial) -> None:
         """Publishes a trial."""
-        if trial.outcome not in UNSETTLED and not self._is_unfit:
+        if not self._is_unfit:
             self._board.say(index, trial)
             self._said.add(index)
 
@@ -392,7 +380,7 @@ class _Helper(_Part):
     def return_left(self) -> None:
         """Returns the configs without a trial to the leader."""
         for index in self._taken.keys() - self._said:
-            self._board.say(index, None)
+            self._board.say(index, Trial(config={}, outcome=Outcome.NOT_RUN))
 
 
 def lead(request: SweepRequest, configs: Mapping[int, Config], board: Board, space: Space) -> Swept:
@@ -409,16 +397,15 @@ def lead(request: SweepRequest, configs: Mapping[int, Config], board: Board, spa
     """
     if not _is_shared(request, len(configs)):
         return sweep.run(request, configs)
-    board.join(_seat(request, board))
+    board.join(_device(request, board))
     leader = _Leader(board, request, space)
     request.ledger.listen(Listener(on_trial=leader.note, on_tick=leader.look))
     first = leader.begin(configs)
     swept = sweep.run(dataclasses.replace(request, source=leader, space=space), first)
     if left := {index: config for index, config in configs.items() if index not in request.ledger.trials}:
         return sweep.run(request, left)  # the function did not load here, and this tells why
-    machines = collections.Counter(trial.machine for trial in request.ledger.trials.values() if trial.machine)
-    shown = ", ".join(f"{machine} {count}" for machine, count in sorted(machines.items())) or "none"
-    _logger.info("%s: configs that other ranks measured: %s", request.problem.name, shown)
+    elsewhere = sum(bool(trial.machine) for trial in request.ledger.trials.values())
+    _logger.info("%s: other ranks measured %d of its configs", request.problem.name, elsewhere)
     return swept
 
 
@@ -431,7 +418,7 @@ def help_with(request: SweepRequest, board: Board, why_over: Callable[[], str]) 
         why_over: returns why the work is over; empty while the leader works.
     """
     assert request.space is not None
-    if request.mode is not Mode.IN_WORKERS or not board.join(_seat(request, board)):
+    if request.mode is not Mode.IN_WORKERS or not board.join(_device(request, board)):
         return
     helper = _Helper(board, request.space, why_over)
     request.ledger.listen(Listener(on_trial=helper.note, on_default=helper.note_default))
@@ -455,7 +442,7 @@ def _is_shared(request: SweepRequest, count: int) -> bool:
     return is_long and is_judged and request.mode is Mode.IN_WORKERS
 
 
-def _seat(request: SweepRequest, board: Board) -> str:
+def _device(request: SweepRequest, board: Board) -> str:
     """Returns the name of the device of this rank: the ranks of one machine have one CPU, and would disturb each other.
 
     With `AGREE=share`, all ranks take part.

@@ -14,7 +14,7 @@ from rank_store import Client
 import quarantune
 from quarantune.calls.key import keyed
 from quarantune.engine import among_ranks
-from quarantune.engine.among_ranks import Board
+from quarantune.engine.among_ranks import Board, WorkList
 from quarantune.jax_internals.jax_backends import Coordination
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.sweep import sweep
@@ -174,7 +174,8 @@ def test_the_leader_takes_over_from_a_rank_that_dies(
         "[]",
         '{"outcome": "ok"}',
         trial_text(time_ms=None),
-        trial_text(outcome=Outcome.NOT_RUN) + " " * among_ranks._MOST_CHARS,
+        trial_text(message="x" * among_ranks._MOST_CHARS),
+        trial_text(outcome=Outcome.LOST),
         '{"config": {}, "outcome": "ok", "time_ms": -1}',
     ],
 )
@@ -184,7 +185,7 @@ def test_a_config_with_a_bad_trial_runs_on_the_leader(text: str, program: Callab
     def send(rank: int, index: int) -> None:
         if not shared.measured[0]:
             assert shared.board(1).take(39)
-            shared.client.values["topic/trial/39"] = text
+            shared.client.values["topic/0/trial/39"] = text
 
     shared.on_config = send
     assert len(shared.lead()) == 40
@@ -197,7 +198,7 @@ def test_a_trial_brings_no_config_of_its_own(program: Callable[..., Program]) ->
     def send(rank: int, index: int) -> None:
         if not shared.measured[0]:
             assert shared.board(1).take(39)
-            shared.client.values["topic/trial/39"] = trial_text(config={"n": "evil"}, device="cpu:0 on rank 1")
+            shared.client.values["topic/0/trial/39"] = trial_text(config={"n": "evil"}, device="cpu:0 on rank 1")
 
     shared.on_config = send
     assert shared.lead()[39].config == {"n": 39}
@@ -238,19 +239,20 @@ def test_a_helper_that_fails_returns_its_configs(
 def test_a_helper_whose_defaults_fail_sends_no_trial(program: Callable[..., Program]) -> None:
     shared = program()
     helper = among_ranks._Helper(shared.board(1), shared.request(1).space, str)
-    shared.board(0).publish(0, [*range(8)], is_last=True)
+    shared.board(0).publish(0, WorkList(indices=tuple(range(8)), is_last=True))
     taken = helper.take(1)
     helper.note_default(Trial(config={}, outcome=Outcome.CRASHED))
     for index, config in taken.items():
         helper.note(index, ok(config))
     assert helper.is_closed
     helper.return_left()
-    assert [shared.client.values[f"topic/trial/{index}"] for index in taken] == [""]
+    trials = [shared.board(0).heard(index, config) for index, config in taken.items()]
+    assert [trial and trial.outcome for trial in trials] == [Outcome.NOT_RUN]
 
 
 def test_a_helper_ends_when_the_ranks_have_an_answer(program: Callable[..., Program]) -> None:
     shared = program()
-    shared.board(0).publish(0, [*range(40)], is_last=False)
+    shared.board(0).publish(0, WorkList(indices=tuple(range(40)), is_last=False))
     shared.help(1, lambda: "the ranks have an answer" if len(shared.measured[1]) > 2 else "")
     assert 2 < len(shared.measured[1]) < 40
 
@@ -298,9 +300,9 @@ def test_ranks_share_the_configs_of_a_search(program: Callable[..., Program]) ->
     shared = program()
     helper = threading.Thread(target=shared.help, args=(1,))
     shared.on_config = lambda rank, index: helper.join(0.001 if rank == 0 and not shared.measured[1] else 0)
-    shared.board(0).publish(0, [], is_last=False)  # as the leader does
+    shared.board(0).publish(0, WorkList(indices=(), is_last=False))  # as the leader does
     helper.start()
-    while not shared.board(0).helpers():
+    while shared.board(0).helpers() < 0:  # the leader has not joined yet
         pass
     trials, asked = lead_search(shared)
     helper.join()
@@ -310,7 +312,7 @@ def test_ranks_share_the_configs_of_a_search(program: Callable[..., Program]) ->
 
 def test_a_search_whose_time_is_over_waits_for_no_rank(program: Callable[..., Program]) -> None:
     shared = program()
-    shared.board(0).publish(0, [], is_last=False)
+    shared.board(0).publish(0, WorkList(indices=(), is_last=False))
     assert shared.board(1).join("1")
     assert shared.board(2).join("2")
     trials, _ = lead_search(shared, lambda: len(shared.measured[0]) > 9)
