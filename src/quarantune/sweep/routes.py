@@ -49,6 +49,10 @@ from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, Rout
 
 _logger = logging.getLogger("quarantune")
 
+_FINAL_SHARE = 0.1
+"""Share of a sweep's time that the rounds of its final may add if further processes repeat it."""
+_LEAST_FINAL_S = 0.2
+"""The same of a short sweep, in seconds."""
 _REPEATED_SHARE = 0.15
 """Share of a sweep's time that the repetitions of its final may add."""
 _START_S = 0.15
@@ -156,7 +160,10 @@ class Routes:
         last = self._opened[-1] if self._opened else self._new_scheduler([*self._with_device(1, NOTHING_MORE)][-1])
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
-        return self._repeated(comparing.compare(contenders), contenders, known, comparing)
+        budget_s = None
+        if self._most_processes({known[index].clock or "wall" for index in contenders}) > 1:
+            budget_s = max(_LEAST_FINAL_S, _FINAL_SHARE * (time.monotonic() - self._began))
+        return self._repeated(comparing.compare(contenders, budget_s), contenders, known, comparing)
 
     def _repeated(
         self,
