@@ -26,6 +26,7 @@ from quarantune.answers.layers import open_store
 from quarantune.cache.journal import read
 from quarantune.calls.call import space_of
 from quarantune.calls.key import keyed
+from quarantune.engine import among_ranks
 from quarantune.jax_internals import jax_backends
 from quarantune.results import progress
 from quarantune.tuning.outcome import call_result
@@ -212,21 +213,20 @@ def test_ranks_without_a_tuner_share_a_near_config(
 def test_another_rank_tunes_if_the_tuning_rank_falls_silent(
     is_alive: bool, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
-    monkeypatch.setattr(ranks, "SILENCE_S", 0.5 if is_alive else 0.0)
+    monkeypatch.setattr(among_ranks, "SILENCE_S", 1000.0 if is_alive else 0.0)
     waits: list[str] = []
     real = ranks.Agreement._wait
 
     def wait(self: ranks.Agreement, *args: Any) -> None:
         topic = self._member.topic
         waits.append(topic)
-        if is_alive:
-            one_of_two.values[f"{topic}/beat/1"] = str(len(waits))
-            if len(waits) > 20:
-                one_of_two.values[f"{topic}/answer"] = '{"config":{"n":2},"rank":1,"source":"tuned"}'
+        if is_alive and len(waits) > 5:
+            one_of_two.values[f"{topic}/answer"] = '{"config":{"n":2},"rank":1,"source":"tuned"}'
         real(self, *args)
 
     def claim(self: ranks.Agreement, *args: Any, **more: Any) -> Any:
         one_of_two.values[f"{self._member.topic}/claim/0"] = "1"
+        one_of_two.values[f"{self._member.topic}/beat/1"] = "7"
         return agree(self, *args, **more)
 
     agree = ranks.Agreement.agree

@@ -48,7 +48,7 @@ class RanksProgram:
                 "JAX_PLATFORMS": "cpu",
                 "QUARANTUNE_AGREE": "share",
                 "QUARANTUNE_CACHE_DIR": str(directory / "cache"),
-                "_QUARANTUNE_LEASE_NAMESPACE": f"{directory}-{uuid.uuid4()}",
+                "_QUARANTUNE_LEASE_NAMESPACE": uuid.uuid4().hex,
                 MARK: str(directory),
                 **environs.get(rank, {}),
             }
@@ -138,7 +138,9 @@ def is_whole(cache: Path, configs: int = CONFIGS) -> bool:
 @pytest.mark.timeout(600)
 def test_four_ranks_share_a_sweep_and_one_of_them_is_killed(tmp_path: Path) -> None:
     with program(tmp_path, configs=40, run_ms=20) as running:
-        running.go("all", 0, 1, 2)
+        running.go("all", 0)
+        assert eventually(lambda: running.has_logged("rank 0 of 4 tunes it for all"))
+        running.go(1, 2)
         assert eventually(lambda: any("on rank 2" in trial["device"] for trial in trials(tmp_path / "cache")))
         running.processes[2].kill()
         running.go(3)  # it comes when the others have measured some configs

@@ -48,14 +48,12 @@ from quarantune.values.options import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIAL
 from quarantune.values.settings import Isolation, Settings
 
 if TYPE_CHECKING:
-    from quarantune.engine.among_ranks import Board
+    from quarantune.engine.among_ranks import Board, Pulses
 
 _logger = logging.getLogger("quarantune")
 
 GRACE_S = 10.0
 """Seconds that a rank which cannot tune waits for others. They may have a config or tune, but may never call."""
-SILENCE_S = 20.0
-"""Seconds without a sign of life after which another rank tunes instead of a rank that tunes."""
 _PREFIX = "quarantune/1"
 """Directory of this protocol in the program's key-value store; another protocol gets another number."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
@@ -93,7 +91,6 @@ class Agreement:
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Answer | None = None
         self._help: _Help | None = None
-        self._beat: tuple[tuple[int, str | None], float] = (-1, None), 0.0
         self._helped: set[int] = set()
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.id.name}: {self._who}"
@@ -240,20 +237,18 @@ class Agreement:
             return "the ranks have an answer"
         if self._member.is_out(tuner):
             return f"rank {tuner} has ended its sweep"
-        return f"rank {tuner} shows no sign of life" if self._is_silent(tuner) else ""
+        return f"rank {tuner} shows no sign of life" if str(tuner) in self._pulses.silent() else ""
 
-    def _is_silent(self, tuner: int) -> bool:
-        """Returns whether a rank that tunes has shown no sign of life for so long that another rank should tune."""
-        heard, now = (tuner, self._board(tuner).last_beat()), time.monotonic()
-        if heard != self._beat[0]:
-            self._beat = heard, now
-        return now - self._beat[1] > SILENCE_S
+    @lazy
+    def _pulses(self) -> Pulses:
+        from quarantune.engine.among_ranks import Pulses
+
+        return Pulses(self.coordination, self._member.topic)
 
     def _wait(self, progress: Progress, tuner: int | None, waited_s: float, most_s: float) -> None:
         if tuner is not None:
-            if self._is_silent(tuner) and self._member.exclude(tuner):
-                text = "%s has seen no sign of life of rank %d for %.0f s: another rank tunes"
-                _logger.warning(text, self._label, tuner, SILENCE_S)
+            if str(tuner) in self._pulses.silent() and self._member.exclude(tuner):
+                _logger.warning("%s sees no sign of life of rank %d: another rank tunes", self._label, tuner)
                 return
             board = self._board(tuner)
             if self._help is not None and tuner not in self._helped and board.work(0) is not None:

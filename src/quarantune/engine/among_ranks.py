@@ -3,7 +3,7 @@
 The rank that has claimed the call leads: it lists the configs, collects the trials, and holds the final. The ranks that
 wait for it help. They share only the program's key-value store. Its keys, below the directory of the call:
 
-    beat/<rank>               a number that changes while a rank that leads is alive
+    beat/<rank>               a number that changes while a rank that leads or helps is alive
     <leader>/work/<n>         the n-th list of configs; the last list is marked
     <leader>/taken/<config>   the rank that measures a config, by first writer wins
     <leader>/trial/<config>   the trial of a config; `not_run` if a helper returned the config
@@ -24,7 +24,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated
 
 from quarantune.host.machine import boot_id
@@ -48,12 +48,14 @@ _MOST_CHARS = 200_000
 """Longest text of a trial. A longer one is not sent and not read: the leader measures the config."""
 _ASKED = 8
 """Number of configs to take when a run begins."""
+SILENCE_S = 20.0
+"""Seconds without a beat after which a rank counts as dead."""
 _BEAT_S = 1.0
-"""Seconds between two beats of a leader."""
+"""Seconds between two beats of a rank that leads or helps."""
 _POLL_S, _POLL_SHARE = 0.1, 0.1
 """Least seconds between two looks at the store, and the share of the time that looks may take."""
 _PATIENCE, _LEAST_S = 3.0, 5.0
-"""Multiple of the longest time of a config so far, and seconds, that the leader waits for a taken config."""
+"""Multiple of the longest time of a config so far, and least seconds, that the leader waits for a taken config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,12 +86,8 @@ class Board:
     leader: int
 
     def beat(self, count: int) -> None:
-        """Shows that the leader, which is this rank, is alive."""
-        self.store.put(f"{self.topic}/beat/{self.leader}", str(count))
-
-    def last_beat(self) -> str | None:
-        """Returns the last beat of the leader; None before the first."""
-        return self.store.read(f"{self.topic}/beat/{self.leader}")
+        """Shows that this rank is alive."""
+        self.store.put(f"{self.topic}/beat/{self.store.rank}", str(count))
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
@@ -122,9 +120,9 @@ class Board:
         """Takes a config for this rank, and returns whether it is the first to do so."""
         return self.store.write(self._key(f"taken/{index}"), str(self.store.rank))
 
-    def taken(self) -> set[int]:
-        """Returns the configs that a rank has taken."""
-        return {int(index) for index in self.store.listed(self._key("taken")) if index.isdecimal()}
+    def taken(self) -> dict[int, str]:
+        """Returns the ranks that have taken configs, by config."""
+        return {int(index): rank for index, rank in self.store.listed(self._key("taken")).items() if index.isdecimal()}
 
     def join(self, device: str) -> bool:
         """Joins the sweep, and returns whether no other rank has joined with this device."""
@@ -156,6 +154,29 @@ class Board:
 
     def _key(self, name: str) -> str:
         return f"{self.topic}/{self.leader}/{name}"
+
+
+class Pulses:
+    """The beats of the ranks, and when this rank heard them."""
+
+    def __init__(self, store: Coordination, topic: str) -> None:
+        """Hears nothing yet.
+
+        Args:
+            store: the key-value store of the program.
+            topic: the directory of the call.
+        """
+        self._store = store
+        self._directory = f"{topic}/beat"
+        self._heard: dict[str, tuple[str, float]] = {}
+
+    def silent(self) -> set[str]:
+        """Returns the ranks that have shown no sign of life for `SILENCE_S` seconds, although they did before."""
+        now = time.monotonic()
+        for rank, beat in self._store.listed(self._directory).items():
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = beat, now
+        return {rank for rank, (_, since) in self._heard.items() if now - since > SILENCE_S}
 
 
 def _read(text: str, config: Config) -> Trial:
@@ -196,7 +217,7 @@ class _Part(ConfigSource):
         self._open.extend(own)
         self._open.extend(index for index in reversed(indices) if index not in self._own)
 
-    def _leave(self, taken: set[int]) -> None:
+    def _leave(self, taken: Collection[int]) -> None:
         """Forgets configs that some rank has taken."""
         self._open = collections.deque(index for index in self._open if index not in taken)
 
@@ -211,10 +232,11 @@ class _Leader(_Part):
         self._listed: set[int] = set()
         self._numbers = itertools.count()
         self._has_ended = False
-        self._elsewhere: dict[int, float] = {}
+        self._elsewhere: dict[int, tuple[str, float]] = {}
         self._returned: list[int] = []
         self._longest_s = 0.0
         self._next_look = 0.0
+        self._pulses = Pulses(board.store, board.topic)
 
     def begin(self, configs: Mapping[int, Config]) -> dict[int, Config]:
         """Lists configs, and returns the first ones for this rank; uses trials that an earlier leader's ranks left."""
@@ -235,6 +257,11 @@ class _Leader(_Part):
     def is_closed(self) -> bool:
         """Whether all configs are taken, and the search has ended."""
         return not self._open and self._inner.is_closed
+
+    @property
+    def _awaited(self) -> set[int]:
+        """The listed configs that have no trial, and that this rank has not taken."""
+        return self._listed - self._taken.keys() - self._ledger.trials.keys()
 
     def take(self, count: int) -> dict[int, Config]:
         """Takes configs from the search, else from the lists."""
@@ -260,7 +287,7 @@ class _Leader(_Part):
             self._ledger.tick()
             if taken := self._again() or self.take(_ASKED):
                 return taken
-            if self.is_closed and not self._elsewhere:
+            if self.is_closed and not self._awaited:
                 return {}
             time.sleep(_POLL_S)
 
@@ -278,9 +305,9 @@ class _Leader(_Part):
             self._give_up(reason)
         taken = self._board.taken()
         self._leave(taken)
-        for index in (taken & self._listed) - self._taken.keys() - self._ledger.trials.keys():
-            self._elsewhere.setdefault(index, now)
-        for index, since in [*self._elsewhere.items()]:
+        for index in sorted(taken.keys() & self._awaited):
+            self._elsewhere.setdefault(index, (taken[index], now))
+        for index, (_, since) in [*self._elsewhere.items()]:
             trial = self._board.heard(index, self._configs[index])
             if trial is not None and trial.outcome in UNSETTLED:
                 del self._elsewhere[index]
@@ -309,13 +336,14 @@ class _Leader(_Part):
         """Returns the configs that other ranks have returned, or should have measured by now."""
         now, limits = time.monotonic(), self._request.limits
         longest_s = _PATIENCE * self._longest_s or limits.compile_timeout_s + limits.timeout_s
-        late = [index for index, since in self._elsewhere.items() if now - since > max(_LEAST_S, longest_s)]
+        silent, elsewhere = self._pulses.silent(), self._elsewhere.items()
+        late = [index for index, (rank, since) in elsewhere if rank in silent or now - since > max(_LEAST_S, longest_s)]
         if late:
-            text = "%s: %d configs that other ranks took have no trial yet: they run here"
+            text = "%s: %d configs that other ranks have begun have no trial yet: they run here"
             _logger.info(text, self._request.problem.name, len(late))
         again = {index: self._configs[index] for index in [*self._returned, *late]}
         self._returned = []
-        self._elsewhere = {index: since for index, since in self._elsewhere.items() if index not in again}
+        self._elsewhere = {index: about for index, about in elsewhere if index not in again}
         self._taken |= dict.fromkeys(again, now)
         return again
 
@@ -423,8 +451,9 @@ def help_with(request: SweepRequest, board: Board, why_over: Callable[[], str]) 
     helper = _Helper(board, request.space, why_over)
     request.ledger.listen(Listener(on_trial=helper.note, on_default=helper.note_default))
     try:
-        if first := helper.rest():
-            sweep.run(dataclasses.replace(request, source=helper, has_final=False), first)
+        with board.beating():
+            if first := helper.rest():
+                sweep.run(dataclasses.replace(request, source=helper, has_final=False), first)
     except Exception as error:
         text = "%s: rank %d cannot help rank %d: %s"
         _logger.warning(text, request.problem.name, board.store.rank, board.leader, error)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from helpers import pass_time
 from rank_store import Client
 
 import quarantune
@@ -315,6 +316,8 @@ def test_a_search_whose_time_is_over_waits_for_no_rank(program: Callable[..., Pr
     shared.board(0).publish(0, WorkList(indices=(), is_last=False))
     assert shared.board(1).join("1")
     assert shared.board(2).join("2")
+    # The first two configs that are listed for the others.
+    shared.on_config = lambda rank, index: [shared.board(1).take(other) for other in (1, 2)]
     trials, _ = lead_search(shared, lambda: len(shared.measured[0]) > 9)
     ends = [trial.outcome for trial in trials.values()]
     assert set(ends) == {Outcome.OK, Outcome.NOT_RUN}
@@ -377,16 +380,37 @@ def test_a_leader_that_cannot_load_the_function_fails_as_alone(
     assert len(shared.client.values) > 1
 
 
-def test_beats_show_that_a_rank_lives_until_its_sweep_ends(
-    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_without_beats_are_silent(program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(among_ranks, "_BEAT_S", 0.001)
     shared = program()
-    board, beats = shared.board(0), set[Any]()
-    assert board.last_beat() is None
-    with board.beating():
-        while len(beats) < 5:
-            beats.add(board.last_beat())
+    pulses = among_ranks.Pulses(shared.board(0).store, "topic")
+    assert pulses.silent() == set()
+    shared.board(1).beat(0)
+    shared.board(2).beat(0)
+    with shared.board(1).beating():
+        while int(shared.client.values["topic/beat/1"]) < 3:
+            assert pulses.silent() == set()
+    pass_time(monkeypatch, 1000)
+    assert "2" in pulses.silent()
+    shared.board(2).beat(1)
+    assert "2" not in pulses.silent(), "it was only stopped"
     shared.client.error = "UNAVAILABLE"  # the thread ends quietly
-    with board.beating():
+    with shared.board(1).beating():
         pass
+
+
+def test_the_configs_of_a_dead_rank_run_at_once(
+    program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = program()
+
+    def die(rank: int, index: int) -> None:
+        if rank == 0 and not shared.measured[0]:
+            shared.board(2).beat(1)
+            assert shared.board(2).take(39)
+        if rank == 0 and len(shared.measured[0]) == 38:
+            monkeypatch.setattr(among_ranks, "SILENCE_S", 0.0)
+
+    shared.on_config = die
+    assert len(shared.lead()) == 40
+    assert shared.measured[0][-1] == 39
