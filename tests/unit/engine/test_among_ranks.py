@@ -22,6 +22,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values import blocks
+from quarantune.values.codec import canonical_json
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
 
@@ -93,7 +94,7 @@ def ok(config: Config) -> Trial:
 
 
 def trial_text(**fields: Any) -> str:
-    return among_ranks.canonical_json(dataclasses.replace(ok({"n": 0}), **fields).to_json())
+    return canonical_json(dataclasses.replace(ok({"n": 0}), **fields).to_json())
 
 
 @pytest.fixture(autouse=True)
