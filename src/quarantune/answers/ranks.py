@@ -58,8 +58,8 @@ _PREFIX = "quarantune/1"
 """Directory of this protocol in the program's key-value store; another protocol gets another number."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
 """Seconds that a waiting rank sleeps between two looks: longer each time."""
-_POLL_S_PER_RANK = 0.0005
-"""Longest sleep per rank; it matters above 500 ranks. A look takes 2 requests of 0.2 to 0.4 ms on a 2-core machine."""
+_POLL_S_PER_RANK = 0.001
+"""Longest sleep per rank; it matters above 250 ranks. A look takes 4 requests of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
 """Seconds between two reports of a waiting rank."""
 Agreed: TypeAlias = dict[tuple[Any, ProblemId], Answer]

@@ -52,8 +52,9 @@ SILENCE_S = 20.0
 """Seconds without a beat after which a rank counts as dead."""
 _BEAT_S = 1.0
 """Seconds between two beats of a rank that leads or helps."""
-_POLL_S, _POLL_SHARE = 0.1, 0.1
-"""Least seconds between two looks at the store, and the share of the time that looks may take."""
+_POLL_S, _POLL_S_PER_RANK, _POLL_SHARE = 0.1, 0.002, 0.1
+"""Least seconds between two looks at the store, for a program and for each of its ranks, and the share of the time that
+the leader's looks may take. A look of a helper takes 2 to 4 requests of 0.2 to 0.4 ms."""
 _PATIENCE, _LEAST_S = 3.0, 5.0
 """Multiple of the longest time of a config so far, and least seconds, that the leader waits for a taken config."""
 
@@ -169,11 +170,14 @@ class Pulses:
         self._store = store
         self._directory = f"{topic}/beat"
         self._heard: dict[str, tuple[str, float]] = {}
+        self._next_look = 0.0
 
     def silent(self) -> set[str]:
         """Returns the ranks that have shown no sign of life for `SILENCE_S` seconds, although they did before."""
         now = time.monotonic()
-        for rank, beat in self._store.listed(self._directory).items():
+        is_due = now >= self._next_look
+        self._next_look = now + _BEAT_S if is_due else self._next_look
+        for rank, beat in self._store.listed(self._directory).items() if is_due else ():
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = beat, now
         return {rank for rank, (_, since) in self._heard.items() if now - since > SILENCE_S}
@@ -360,6 +364,7 @@ class _Helper(_Part):
     def __init__(self, board: Board, space: Space, why_over: Callable[[], str]) -> None:
         super().__init__(board, space)
         self._why_over = why_over
+        self._poll_s = max(_POLL_S, board.store.ranks * _POLL_S_PER_RANK)
         self._reason = ""
         self._next_look = 0.0
         self._number = 0
@@ -384,13 +389,13 @@ class _Helper(_Part):
         while not self.is_closed:
             if taken := self.take(_ASKED):
                 return taken
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return {}
 
     def reason_to_stop(self) -> str:
         """Returns why the work is over; empty while it continues."""
         if not self._reason and (now := time.monotonic()) >= self._next_look:
-            self._next_look = now + _POLL_S
+            self._next_look = now + self._poll_s
             self._reason = self._why_over()
         return self._reason
 
@@ -446,7 +451,7 @@ def help_with(request: SweepRequest, board: Board, why_over: Callable[[], str]) 
         why_over: returns why the work is over; empty while the leader works.
     """
     assert request.space is not None
-    if request.mode is not Mode.IN_WORKERS or not board.join(_device(request, board)):
+    if not (_is_shared(request, FEWEST) and board.join(_device(request, board))):
         return
     helper = _Helper(board, request.space, why_over)
     request.ledger.listen(Listener(on_trial=helper.note, on_default=helper.note_default))

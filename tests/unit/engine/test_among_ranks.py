@@ -100,6 +100,7 @@ def trial_text(**fields: Any) -> str:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(among_ranks, "_POLL_S", 0.001)
+    monkeypatch.setattr(among_ranks, "_POLL_S_PER_RANK", 0.0)
 
 
 @pytest.fixture
