@@ -305,8 +305,6 @@ class _Leader(_Part):
         """Collects the trials of the other ranks, and lists the search's next configs for them."""
         if (now := time.monotonic()) < self._next_look:
             return
-        if reason := self.reason_to_stop():
-            self._give_up(reason)
         taken = self._board.taken()
         self._leave(taken)
         for index in sorted(taken.keys() & self._awaited):
@@ -317,8 +315,10 @@ class _Leader(_Part):
                 del self._elsewhere[index]
                 self._returned.append(index)
             elif trial is not None:
+                del self._elsewhere[index]
                 self._longest_s = max(self._longest_s, now - since)
-                self._settle(index, trial)
+                self._ledger.end(index, trial)
+                self._inner.ended(index, trial)
         if not self._has_ended:
             more = self._inner.take(max(0, 2 * self._board.helpers() - len(self._open)))
             if more or self._inner.is_closed:
@@ -331,17 +331,16 @@ class _Leader(_Part):
         self._add(indices)
         self._board.publish(next(self._numbers), WorkList(indices=tuple(indices), is_last=self._has_ended))
 
-    def _settle(self, index: int, trial: Trial) -> None:
-        self._elsewhere.pop(index, None)
-        self._ledger.end(index, trial)
-        self._inner.ended(index, trial)
-
     def _again(self) -> dict[int, Config]:
-        """Returns the configs that other ranks have returned, or should have measured by now."""
-        now, limits = time.monotonic(), self._request.limits
+        """Returns the configs that other ranks have returned, or should have measured by now.
+
+        When the search has stopped, these are all: they end here at once, and nobody waits for their trials.
+        """
+        now, limits, silent = time.monotonic(), self._request.limits, self._pulses.silent()
         longest_s = _PATIENCE * self._longest_s or limits.compile_timeout_s + limits.timeout_s
-        silent, elsewhere = self._pulses.silent(), self._elsewhere.items()
-        late = [index for index, (rank, since) in elsewhere if rank in silent or now - since > max(_LEAST_S, longest_s)]
+        due = now if self.reason_to_stop() else now - max(_LEAST_S, longest_s)
+        elsewhere = self._elsewhere.items()
+        late = [index for index, (rank, since) in elsewhere if rank in silent or since < due]
         if late:
             text = "%s: %d configs that other ranks have begun have no trial yet: they run here"
             _logger.info(text, self._request.problem.name, len(late))
@@ -350,12 +349,6 @@ class _Leader(_Part):
         self._elsewhere = {index: about for index, about in elsewhere if index not in again}
         self._taken |= dict.fromkeys(again, now)
         return again
-
-    def _give_up(self, reason: str) -> None:
-        """Ends the listed configs without a trial."""
-        for index in [*self._elsewhere, *filter(self._board.take, self._open)]:
-            self._settle(index, Trial(config=self._configs[index], outcome=Outcome.NOT_RUN, message=reason))
-        self._open.clear()
 
 
 class _Helper(_Part):

@@ -63,10 +63,14 @@ class Program:
         rank = request.ledger.rank
         while configs:
             for index, config in configs.items():
-                self.on_config(rank, index)
-                self.measured[rank].append(index)
-                request.source.ended(index, ok(config))
-                request.ledger.end(index, ok(config))
+                trial = ok(config)
+                if reason := request.source.reason_to_stop():
+                    trial = Trial(config=config, outcome=Outcome.NOT_RUN, message=reason)
+                else:
+                    self.on_config(rank, index)
+                    self.measured[rank].append(index)
+                request.source.ended(index, trial)
+                request.ledger.end(index, trial)
                 request.ledger.tick()
             configs = request.source.take(4) or dict(request.source.rest())
         return Swept()
