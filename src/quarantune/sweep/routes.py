@@ -42,6 +42,7 @@ from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.values.amounts import parse_memory
 from quarantune.values.configs import Config
 from quarantune.values.errors import ReferenceFailedError
 from quarantune.values.options import AUTO, BITWISE
@@ -328,7 +329,8 @@ class Routes:
         limits, request = self._request.limits, self._request
         compile_timeout_s, timeout_s = self._deadlines()
         share_bytes = int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, route.numbers.workers))
-        device_bytes = request.options.device_memory_bytes
+        most = request.options.max_device_memory
+        device_bytes = None if most is None else parse_memory(most, least=1)
         return Plan(
             devices=tuple(self._devices),
             compile_timeout_s=compile_timeout_s,

@@ -55,6 +55,7 @@ from quarantune.values.trial import (
     Searched,
     Trial,
     count_outcomes,
+    failed_text,
     pruned_trial,
     with_bits,
 )
@@ -442,7 +443,7 @@ class TuningJob:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         if not self._has_winner(swept):
-            progress.end(f"all {len(self._ledger.trials):,} configs failed")
+            progress.end(failed_text(tuple(self._ledger.trials.values())))
             raise self._error(swept)
         default, known = self._call.default_index, {**self._ledger.trials, **swept.retimed}
         if swept.untuned is not None and finals.default_among(self._ledger.trials, default) == UNTUNED:

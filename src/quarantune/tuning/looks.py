@@ -29,7 +29,7 @@ class Verdict(enum.StrEnum):
     """It fails, has lost gain, or has become too slow, in several measurements: tune again, or delete the entry."""
     UNCLEAR = "unclear"
     """The measurements disagree, or scatter too much to accuse the winner."""
-    RETUNED = "retuned"
+    TUNED_AGAIN = "tuned again"
     """It was stale, or only estimated, and a new sweep has replaced it."""
     UNUSED = "unused"
     """No call finds it any more, because the code or the list of configs has changed. It was not measured."""
