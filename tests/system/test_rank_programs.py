@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from aftermath import MARK, carriers, eventually
-from helpers import PROGRAMS, child_environ
+from helpers import PROGRAMS, child_environ, pass_time
 from rank_store import Client
 
 import quarantune
@@ -239,6 +239,21 @@ def test_another_rank_tunes_if_the_tuning_rank_falls_silent(
             tuner(prune_fn=lambda *_: False).run(1)
     claims = sorted(key.rpartition("/")[2] for key in one_of_two.values if "/claim/" in key)
     assert claims == (["0"] if is_alive else ["0", "1"])
+
+
+def test_a_rank_that_has_waited_long_may_tune(
+    one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    call = keyed(tuner()._tuner.bind((1,), {}))
+    coordination = jax_backends.coordination()
+    assert coordination is not None
+    agreement = ranks.Agreement(call, blocks.current(), coordination, {})
+    for rank in (1, 2):
+        one_of_two.values[f"{agreement._member.topic}/beat/{rank}"] = "0"  # each as it begins to wait
+    assert not agreement._is_silent(1)
+    pass_time(monkeypatch, 1000)
+    assert agreement._is_silent(1)
+    assert not agreement._is_silent(2), "it has claimed the call just now"
 
 
 def test_a_later_result_of_a_rank_does_not_change_the_answer(

@@ -91,6 +91,7 @@ class Agreement:
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Answer | None = None
         self._help: _Help | None = None
+        self._pulses: dict[int, Pulses] = {}
         self._helped: set[int] = set()
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.id.name}: {self._who}"
@@ -237,17 +238,19 @@ class Agreement:
             return "the ranks have an answer"
         if self._member.is_out(tuner):
             return f"rank {tuner} has ended its sweep"
-        return f"rank {tuner} shows no sign of life" if str(tuner) in self._pulses.silent() else ""
+        return f"rank {tuner} shows no sign of life" if self._is_silent(tuner) else ""
 
-    @lazy
-    def _pulses(self) -> Pulses:
+    def _is_silent(self, tuner: int) -> bool:
+        """Returns whether a rank that tunes shows no sign of life."""
         from quarantune.engine.among_ranks import Pulses
 
-        return Pulses(self.coordination, self._member.topic)
+        if tuner not in self._pulses:  # a rank that waited before it claimed the call did not beat
+            self._pulses[tuner] = Pulses(self.coordination, self._member.topic)
+        return str(tuner) in self._pulses[tuner].silent()
 
     def _wait(self, progress: Progress, tuner: int | None, waited_s: float, most_s: float) -> None:
         if tuner is not None:
-            if str(tuner) in self._pulses.silent() and self._member.exclude(tuner):
+            if self._is_silent(tuner) and self._member.exclude(tuner):
                 _logger.warning("%s sees no sign of life of rank %d: another rank tunes", self._label, tuner)
                 return
             board = self._board(tuner)
