@@ -9,10 +9,10 @@ wait for it help. They share only the program's key-value store. Its keys, below
     <leader>/trial/<config>   the trial of a config; `not_run` if a helper returned the config
     <leader>/device/<name>    the rank that measures on a device, by first writer wins
 
-Configs are named by their index, which is the same for all ranks. Each rank begins with the same part of a list in
-every run, and then takes configs from the other ends of the others' parts, fewer at a time towards the end. So a rank
-that is late or slow measures less. A config that was taken and has no trial long after others would have had theirs
-runs again on the leader. If the leader shows no sign of life, another rank claims the call and uses the trials so far.
+An index names the same config for all ranks. Each rank begins with its own part of a list, the same in every run. Then
+it takes configs from the ends of the other parts, fewer at a time towards the end of the list. So a rank that is late
+or slow measures less. A taken config runs again on the leader if its rank is silent, or if it takes much longer than
+the others did. If the leader is silent, another rank claims the call and uses the trials so far.
 """
 
 from __future__ import annotations
