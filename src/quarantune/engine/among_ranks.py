@@ -198,12 +198,11 @@ class _Part(ConfigSource):
         self._board = board
         self._configs = configs
         self._open: collections.deque[int] = collections.deque()
-        self._own: set[int] = set()
         self._taken: dict[int, float] = {}
 
     def take(self, count: int) -> dict[int, Config]:
         """Takes configs: first those of this rank's own part, and fewer at a time towards the end."""
-        if self._open and self._open[0] not in self._own:
+        if self._open:
             self._leave(self._board.taken())
         count = min(count, max(1, len(self._open) // (2 * self._board.store.ranks)))
         taken: dict[int, Config] = {}
@@ -217,9 +216,7 @@ class _Part(ConfigSource):
     def _add(self, indices: Sequence[int]) -> None:
         """Adds a list: this rank's part of it in order, then the other parts from their ends."""
         own = indices[self._board.store.rank :: self._board.store.ranks]
-        self._own.update(own)
-        self._open.extend(own)
-        self._open.extend(index for index in reversed(indices) if index not in self._own)
+        self._open.extend(dict.fromkeys([*own, *reversed(indices)]))
 
     def _leave(self, taken: Collection[int]) -> None:
         """Forgets configs that some rank has taken."""

@@ -147,9 +147,9 @@ def test_each_rank_begins_with_the_same_part_in_every_run(program: Callable[...,
         leader = among_ranks._Leader(shared.board(0), request := shared.request(0), request.space)
         first = leader.begin(dict(enumerate(request.space)))
         assert [*first] == [0, 1, 5, 9, 13, 17]  # the first config, then the first of its part
-        for rank in range(1, RANKS):
+        for rank, count in ((1, 4), (2, 3), (3, 3)):  # fewer, as fewer are left
             helper = among_ranks._Helper(shared.board(rank), request.space, str)
-            assert [*helper.rest()] == [rank + 1 + RANKS * step for step in range(5)]
+            assert [*helper.rest()] == [rank + 1 + RANKS * step for step in range(count)]
 
 
 def test_a_rank_that_comes_late_costs_nothing(program: Callable[..., Program]) -> None:
