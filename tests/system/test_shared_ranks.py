@@ -207,10 +207,11 @@ def test_four_ranks_take_a_third_of_the_time_of_one(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_rank_with_a_result_ends_the_sweep_of_the_others(tmp_path: Path) -> None:
     warm = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "warm")}
-    with program(tmp_path / "before", environs=dict.fromkeys(range(RANKS), warm)) as running:
+    slow = {"configs": 40, "run_ms": 200}  # so that rank 3 comes while the others measure
+    with program(tmp_path / "before", **slow, environs=dict.fromkeys(range(RANKS), warm)) as running:
         running.go("all", *range(RANKS))
         agreed(running.results())
-    with program(tmp_path / "after", environs={3: warm}) as running:
+    with program(tmp_path / "after", **slow, environs={3: warm}) as running:
         running.go("all", 0, 1, 2)
         cache = tmp_path / "after" / "cache"
         assert eventually(lambda: any("on rank" in trial["device"] for trial in trials(cache)))
