@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
-from quarantune.answers.layers import Layers, open_store
+from quarantune.answers.layers import Layers, save
 from quarantune.answers.memory import Memory
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.sweeps import SweepState
@@ -574,7 +574,7 @@ class TuningJob:
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:
             with self._records.saving():
-                open_store(self._now.settings).put(*self._key, entry, prefer=more_thorough)
+                save(self._now.settings, self._key, entry, prefer=more_thorough)
 
     def _result_of(self, answer: Answer) -> TuningResult:
         assert answer.config is not None

@@ -28,6 +28,7 @@ from quarantune.cache.store import Store
 from quarantune.cli import entry_point as main
 from quarantune.cli.call_texts import GivenCall, parse_call, read_calls
 from quarantune.cli.parser import make_parser
+from quarantune.values import blocks
 from quarantune.values.trial import ArrayKind
 
 KERNELS = """
@@ -224,6 +225,11 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache merge nowhere", "there is no directory 'nowhere'"),
         ("cache export out nothing", "nothing is cached for 'nothing'"),
         ("cache export out --device H20", "Did you mean 'H200'"),
+        ("cache push tables", "'tables' is not a URL of results: give https://HOST/PATH"),
+        ("cache push https://user:word@host/x", "nothing can be pushed to https://***@host/x: give s3://"),
+        ("cache push s3://key:word@bucket", "'s3://***@bucket' is not a URL of results"),
+        ("cache push gs://bucket --only kernels.scal", "Did you mean 'kernels.scale'"),
+        ("cache pull file:///tmp", "'file:///tmp' is not a URL of results"),
         ("cache prune --older-than soon", "as 90d, 12h or 30m"),
         ("cache rm", "quarantune cache rm: NAME is missing: functions by their names in the cache"),
         ("cache diff", "DIR is missing: the other cache directory"),
@@ -325,6 +331,38 @@ def test_a_file_in_a_package_is_imported_under_its_full_name(
     assert calls.load(f"{package / 'kernels.py'}:C.g").__qualname__ == "C.g"
 
 
+@pytest.mark.parametrize("command", ["tune", "fit", "run", "check"])
+def test_commands_about_calls_share_their_options(
+    command: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def handler(options: Any, out: Any) -> int:
+        seen.append((blocks.current(), options.calls))
+        return 0
+
+    module = importlib.import_module(f"quarantune.cli.{'fitting' if command == 'fit' else 'functions'}")
+    monkeypatch.setattr(module, command, handler)
+    limits = ["--compile-timeout", "7", "--memory-limit", "3GB", "--num-workers", "50%", "--static", "causal=true"]
+    own = {"run": ["--config", "{}"], "check": ["--target", "cpu"]}.get(command, ["--timeout", "5"])
+    assert run(command, f"{kernels}:scale", "--args", "f32[8],f32[8]", *limits, *own)[0] == 0
+    [(now, [call])] = seen
+    assert (now.compile_timeout, now.memory_limit, now.num_workers) == (7.0, 3 * 10**9, 0.5)
+    assert call.kwargs == {"causal": True}
+    assert blocks.current().compile_timeout is None, "the options hold for the command alone"
+
+
+def test_an_error_of_prune_fn_names_the_config(run: Run, kernels: str) -> None:
+    with Path(f"{kernels}.py").open("a") as file:
+        file.write(
+            "\n\ndivided = quarantune.AutoTuner(\n    lambda x, block: x, {'block': [1, 2]}, name='d', "
+            "prune_fn=lambda config, x: int('no')\n)\n"
+        )
+    code, _, err = run("tune", f"{kernels}:divided", "--args", "f32[]")
+    assert code == 2
+    assert is_one_line_about(err, "invalid literal", "(prune_fn of d raised this for the config block=1)")
+
+
 def test_every_command_has_help_and_a_handler(run: Run) -> None:
     def walk(parser: Any) -> Iterator[Any]:
         nodes = [choice for action in parser._actions if isinstance(action.choices, dict) for choice in action.choices]
@@ -342,7 +380,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         if (handler := parser.get_default("run")) and handler != "help:help":  # `help` shows another command's help
             handlers.add(handler)
     assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse breaks none of these lines
-    assert len(handlers) == 18
+    assert len(handlers) == 20
     for handler in handlers:
         module, _, name = handler.partition(":")
         assert callable(getattr(importlib.import_module(f"quarantune.cli.{module}"), name))
