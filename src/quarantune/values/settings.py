@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quarantune.host import shared_files
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_whole
-from quarantune.values.options import NUMERICS, Search, check_search
+from quarantune.values.options import AUTO, NUMERICS, Search, check_search
 from quarantune.values.texts import BUCKET_URL, STORE_URL, shown
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _DIRECTORY = (
     "a directory of a file system, not a URL: results at a URL are read with QUARANTUNE_CACHE_PATH, and copied with "
     "`quarantune cache push` and `quarantune cache pull`"
 )
+SHARE = "share"
+"""The value of `agree` with which ranks share every sweep."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -78,6 +80,11 @@ def _choice(*names: str) -> tuple[Callable[[Any], str], str]:
         return name
 
     return parse, f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+
+
+def _agreement(value: Any) -> bool | str:
+    is_share = isinstance(value, str) and value.strip().lower() == SHARE
+    return SHARE if is_share else _flag(value)
 
 
 def _search(value: Any) -> str | Search:
@@ -188,7 +195,8 @@ class Settings:
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
-        agree: whether the ranks of one `jax.distributed` program use one config.
+        agree: how the ranks of one `jax.distributed` program use one config: with `auto`, they share long sweeps; with
+            `share`, all sweeps; with True, one rank tunes. False lets each tune for itself.
         progress: False shows neither progress nor the last line. None shows both, but only the last line without a
             terminal, a notebook or the variable `CI`. True also writes a line every 10 s there.
         record: the directory to record calls without a saved result in, or the function of a `recording` block
@@ -226,7 +234,7 @@ class Settings:
     configs_per_worker: int | None = _setting(_number(int, least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(*_choice("fork", "spawn"), unset="auto")
     isolation: str = _setting(*_choice("auto", "process", "compile", "none"), "auto")
-    agree: bool = _setting(_flag, "0", True, unset="auto")
+    agree: bool | str = _setting(_agreement, "0, 1, 'share'", AUTO, unset=AUTO)
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     record: Path | Callable[..., None] | None = _setting(
         lambda value: value if callable(value) else _path(value), _DIRECTORY
