@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hmac
 import json
 import os
+import random
 import secrets
 import select
 import selectors
@@ -23,8 +25,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from quarantune.host import machine
+from quarantune.host.locks import new_lock
 from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
+from quarantune.values.settings import Listen
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
@@ -38,14 +42,23 @@ _MOST_BYTES = 16 << 20
 _UNKNOWN_MOST_BYTES = 1 << 14
 """Longest message of a peer that has not named a shard."""
 MOST_UNKNOWN = 32
-"""Most connected peers that have not named a shard; others wait until there is room."""
+"""Most connected peers that have not named a shard, in addition to one for each shard that may begin now. Others wait
+until there is room."""
 _GREETS_S = 10.0
 """Longest time for a peer to name its shard; shards do it at once."""
-_SILENT_S, _CHALLENGED_S = 0.25, 1.0
-"""Longest times for a peer's first message, and for its proof, while other peers wait."""
+_SILENT_S, _CHALLENGED_S = 0.25, 2.0
+"""Longest times for a peer's first message, and for its proof after the challenge, while other peers wait."""
+_TRIES = 3
+"""Number of times that a shard tries an address that ends its connection: the submitter may have had no room."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 20_000))
 """These options end a connection 20 s after the last sign of the other machine, even with unacknowledged data."""
 _BACKLOG = 1024
+_held: set[int] = set()
+"""The chosen ports at which sweeps of this process listen."""
+_holding = new_lock()
+_answered: dict[str, str] = {}
+"""For the secrets of the last sweeps, the address at which a shard of this process found the submitter."""
+_MOST_ANSWERED = 64
 
 
 @functools.cache
@@ -77,13 +90,20 @@ class Address(Record):
 class Contacts:
     """The submitter's side: the connections of all shards of one sweep."""
 
-    def __init__(self, may_go: Callable[[int, JsonObject], bool], *, is_local: bool = False) -> None:
+    def __init__(
+        self, may_go: Callable[[int, JsonObject], bool], *, is_local: bool = False, at: Listen | None = None
+    ) -> None:
         """Begins to listen.
 
         Args:
             may_go: receives the number of a shard that begins, and the description of its process; returns whether it
                 should run.
             is_local: whether all shards run on this machine, so other machines need not reach this process.
+            at: the address and the ports to choose from; None for a free port at all addresses.
+
+        Raises:
+            PortsHeldError: sweeps of this process use the chosen ports.
+            OSError: this process cannot listen at the chosen address, or all chosen ports are in use.
         """
         self._may_go = may_go
         self._is_local = is_local
@@ -92,34 +112,50 @@ class Contacts:
         self._lost: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
-        with contextlib.suppress(OSError):  # without connections, shards stop at their deadlines
-            is_dual = not is_local and socket.has_dualstack_ipv6()
-            family, host = socket.AF_INET6 if is_dual else socket.AF_INET, _LOOPBACK if is_local else ""
-            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
+        self.fault = ""
+        """The reason why this process cannot listen; empty if it listens."""
+        try:
+            self._listener = _listener(_LOOPBACK if is_local else "", 0) if at is None else _first_free(at)
+        except OSError as error:  # without connections, shards stop at their deadlines
+            if at is not None:
+                raise
+            self.fault = str(error)
+        else:
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     @property
     def address(self) -> Address:
         """The address at which shards find this process."""
-        port = self._listener.getsockname()[1] if self._listener is not None else 0
-        hosts = () if self._is_local else _own_addresses()
-        return Address(machine_id(), hosts, port, self._token)
+        if self._listener is None or self._is_local:
+            hosts: tuple[str, ...] = ()
+        elif (host := self._listener.getsockname()[0]) in ("::", "0.0.0.0"):
+            hosts = tuple(each for each in _own_addresses() if host == "::" or ":" not in each)
+        else:
+            hosts = (host,)
+        return Address(machine_id(), hosts, 0 if self._listener is None else self._port, self._token)
 
-    def poll(self, timeout_s: float) -> list[Said]:
+    @property
+    def _port(self) -> int:
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
+
+    def poll(self, timeout_s: float, *, expected: int = 0) -> list[Said]:
         """Waits for messages of shards, and returns them in order.
 
         A shard whose connection has ended for good gives damage. A shard that connects again repeats all its messages.
 
         Args:
             timeout_s: the longest wait for the first message.
+            expected: the number of shards that may connect now; all of them may do so at once.
         """
         ready = [key.data for key, _ in self._selector.select(timeout_s)]
         events = [said for peer in ready if peer is not None for said in self._read(peer)]
         for shard in [shard for shard, until in self._lost.items() if time.monotonic() >= until]:
             self.stop(shard)
             events.append(Said(shard, DamageError("its connection has ended")))
-        self._make_room(is_asked=None in ready)  # last, because reading shows which peers have named a shard
+        # Last, because reading shows which peers have named a shard.
+        self._make_room(MOST_UNKNOWN + expected, is_asked=None in ready)
         return events
 
     def stop(self, shard: int) -> None:
@@ -135,23 +171,26 @@ class Contacts:
         for peer in self._peers():
             self._drop(peer)
         if self._listener is not None:
-            self._listener.close()
+            with _holding:
+                _held.discard(self._port)
+                self._listener.close()
+            self._listener = None
         self._selector.close()
 
     def _peers(self) -> list[_Peer]:
         """Returns the connected peers, the oldest connection first."""
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def _make_room(self, *, is_asked: bool) -> None:
-        """Drops peers that do not name a shard in time, and accepts waiting ones."""
+    def _make_room(self, most: int, *, is_asked: bool) -> None:
+        """Drops peers that do not name a shard in time, and accepts waiting ones until there are `most` without one."""
         unknown = [peer for peer in self._peers() if peer.shard is None]
-        now, is_full = time.monotonic(), len(unknown) >= MOST_UNKNOWN
+        now, is_full = time.monotonic(), is_asked and len(unknown) >= most
         for peer in unknown:
             patience_s = _GREETS_S if not is_full else _SILENT_S if peer.proof is None else _CHALLENGED_S
             if now > peer.since + patience_s:
                 self._drop(peer)
         with contextlib.suppress(OSError):
-            for _ in range(MOST_UNKNOWN - sum(not peer.is_over for peer in unknown) if is_asked else 0):
+            for _ in range(most - sum(not peer.is_over for peer in unknown) if is_asked else 0):
                 assert self._listener is not None
                 connection, _ = self._listener.accept()
                 self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
@@ -175,7 +214,7 @@ class Contacts:
         nonce, shard, run, about = map(message.get, ("nonce", "shard", "run", "about"))
         if peer.proof is None and isinstance(nonce, str):
             ours = secrets.token_hex(16)
-            peer.proof = functools.partial(_proof, self._token, nonce, ours)
+            peer.proof, peer.since = functools.partial(_proof, self._token, nonce, ours), time.monotonic()
             peer.say_proof("submitter", nonce=ours)
             return True
         if not (peer.has_proven("shard", message) and isinstance(shard, int) and isinstance(about, dict) and run):
@@ -206,7 +245,7 @@ class _Peer:
         proof: returns the proof of a statement, such as `stop`; None until both sides have sent a challenge.
         shard: the number of the shard; None until the peer names it, and for the submitter.
         is_here: whether the peer is on this machine, so that only its own end can end the connection.
-        since: when it connected, by the monotonic clock.
+        since: when it connected or got its challenge, by the monotonic clock.
         is_over: whether the connection has ended, or has carried something other than messages.
     """
 
@@ -286,13 +325,21 @@ def _proof(token: str, of_shard: str, of_submitter: str, statement: str) -> str:
 class Contact:
     """The shard's end of its connection. Without a connection, it discards messages and the shard continues."""
 
-    def __init__(self, peer: _Peer | None, again: Callable[[], _Peer | Literal[False] | None] = lambda: False) -> None:
+    def __init__(
+        self,
+        peer: _Peer | None,
+        again: Callable[[], _Peer | Literal[False] | None] = lambda: False,
+        unreached: str = "",
+    ) -> None:
         """Takes over a connection; call `reach` instead.
 
         Args:
             peer: the submitter; None if no address reaches it.
             again: connects again after the connection has ended.
+            unreached: this machine's address, and the reason at each address of the submitter; empty if one was
+                reached, or if the submitter has none.
         """
+        self.unreached = unreached
         self._peer = peer
         self._again = again
         self._said: list[JsonObject] = []
@@ -346,34 +393,116 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[
     """
     # The random id distinguishes this run from a repetition of the shard by the engine.
     greeting = {"shard": shard, "run": secrets.token_hex(16), "about": about, "machine": machine_id()}
-    again = functools.partial(_connect, address, greeting)
+    reasons: dict[str, str] = {}
+    again = functools.partial(_connect, address, greeting, reasons)
     found = again()
-    return found is not False and Contact(found, again)
+    if found is False:
+        return False
+    return Contact(found, again, "" if found or not reasons else _told(address, reasons))
 
 
-def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] | None:
-    """Returns the first peer that proves to be the submitter; None without one; False if the shard should not run."""
+def _connect(address: Address, greeting: JsonObject, reasons: dict[str, str]) -> _Peer | Literal[False] | None:
+    """Returns the first peer that proves to be the submitter; None without one; False if the shard should not run.
+
+    Args:
+        address: the submitter's address.
+        greeting: the message that names the shard.
+        reasons: receives, for each address, the reason why it is not the submitter's.
+    """
     is_here, is_gone = address.machine == machine_id(), False
-    hosts = (_LOOPBACK, *address.hosts) if is_here else address.hosts
-    for host in hosts if address.port else ():
-        try:
-            peer = _Peer(socket.create_connection((host, address.port), timeout=_CONNECT_S))
-        except OSError as error:
-            is_gone |= is_here and host == _LOOPBACK and isinstance(error, ConnectionRefusedError)
-            continue
-        until, ours = time.monotonic() + _REPLY_S / len(hosts), secrets.token_hex(16)
-        peer.say({"nonce": ours})
-        answer = peer.await_message(until)
-        peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
-        if peer.has_proven("submitter", answer):
-            peer.say_proof("shard", **greeting)
+    hosts = [*([_LOOPBACK] if is_here else []), *address.hosts] if address.port else []
+    hosts.sort(key=lambda host: host != _answered.get(address.token))  # the others may take 2 s each
+    reply_s, tries = _REPLY_S / max(1, len(hosts)), 0
+    while hosts and (tries := tries + 1) <= _TRIES:
+        closing: list[str] = []
+        for host in hosts:
+            try:
+                peer = _Peer(socket.create_connection((host, address.port), timeout=_CONNECT_S))
+            except OSError as error:
+                is_gone |= is_here and host == _LOOPBACK and isinstance(error, ConnectionRefusedError)
+                reasons[host] = error.strerror or str(error)
+                continue
+            until, ours = time.monotonic() + reply_s, secrets.token_hex(16)
+            peer.say({"nonce": ours})
             answer = peer.await_message(until)
-        if peer.has_proven("go", answer):
-            return peer
-        peer.connection.close()
-        if peer.has_proven("stop", answer):
-            return False
+            peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
+            if peer.has_proven("submitter", answer):
+                peer.say_proof("shard", **greeting)
+                answer = peer.await_message(until)
+            if peer.has_proven("go", answer):
+                if len(_answered) >= _MOST_ANSWERED:
+                    _answered.clear()
+                _answered[address.token] = host
+                return peer
+            peer.connection.close()
+            if peer.has_proven("stop", answer):
+                return False
+            reasons[host] = "it ended the connection" if peer.is_over else "it does not answer"
+            closing += [host] if peer.is_over else []
+        if (hosts := closing) and tries < _TRIES:
+            time.sleep(random.uniform(0.5, 1.5) * _RETURN_PAUSE_S)
     return False if is_gone else None
+
+
+def _told(address: Address, reasons: dict[str, str]) -> str:
+    """Returns this machine's address, and the reason at each address of the submitter."""
+    ours = ""
+    for host in reasons:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, address.port))  # sends nothing, but chooses the address to send from
+            ours = ours or probe.getsockname()[0]
+    tried = "; ".join(f"{Listen(host, address.port, 0)}: {reason}" for host, reason in reasons.items())
+    return f"{f'from {ours}, ' if ours else ''}{tried}"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Returns a listening socket.
+
+    Args:
+        host: an address or a name of this machine; empty for all addresses of both families.
+        port: the port; 0 for a free one.
+
+    Raises:
+        OSError: this process cannot listen there.
+    """
+    if host not in ("", "::"):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # a machine may have switched IPv6 off
+                raise
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+class PortsHeldError(OSError):
+    """Sweeps of this process use the chosen ports, and one of them will be free."""
+
+
+def _first_free(at: Listen) -> socket.socket:
+    """Returns a socket that listens at the first free port.
+
+    Raises:
+        PortsHeldError: all ports are in use, one of them by this process.
+        OSError: this process cannot listen there, or all ports are in use.
+    """
+    with _holding:
+        for port in range(at.first, at.last + 1):
+            try:
+                found = _listener(at.host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                in_use = error
+            else:
+                _held.add(port)
+                return found
+        if any(port in _held for port in range(at.first, at.last + 1)):
+            raise PortsHeldError
+        raise in_use
 
 
 def _own_addresses() -> tuple[str, ...]:
