@@ -31,6 +31,9 @@ from quarantune.host.process import SANDBOX_MARK
 
 _SETUP = """
 hostname "$0" && mount --bind "$1" /proc/sys/kernel/random/boot_id && mount --bind "$2" /etc/hosts &&
+if [ -n "$5" ]; then
+    mount --bind "$4" /mnt && mount -t tmpfs -o mode=755 tmpfs "$5" && mkdir -p "$4" && mount --move /mnt "$4"
+fi &&
 mount --bind "$3" /mnt && mount -t tmpfs -o mode=1777 tmpfs /tmp && ip link set lo up && echo ready && exec cat
 """
 _SWITCH = Path(__file__).with_name("emulated_switch.py")
@@ -175,10 +178,16 @@ def network(directory: Path, *names: str, family: int = 4) -> Iterator[Network]:
             host.run("ip", "link", "set", "eth0", "mtu", "9000", "up")
             address = f"10.78.6.{number}/24" if family == 4 else f"fd77:6::{number}/64 nodad"
             host.run(*f"ip addr add {address} dev eth0".split())
-        hosts = [dataclasses.replace(host, user=2000 + number) for number, host in enumerate(made)]
+        is_open = not (_private(Path(__file__)) or _private(Path(sys.executable)))
+        hosts = [dataclasses.replace(host, user=2000 + number if is_open else 0) for number, host in enumerate(made)]
         yield Network(
             hosts, switch, [f"10.78.6.{n}" if family == 4 else f"fd77:6::{n}" for n in range(1, 1 + len(hosts))]
         )
+
+
+def _private(path: Path) -> Path | None:
+    """Returns the outermost directory around a path that other users may not enter; None without one."""
+    return next((each for each in reversed(path.parents) if not each.stat().st_mode & 0o001), None)
 
 
 def _skip_unless_possible() -> None:
@@ -197,7 +206,8 @@ def _host(directory: Path, name: str) -> Iterator[Host]:
     names.write_text("127.0.0.1 localhost\n::1 localhost\n")
     shared.mkdir(exist_ok=True)
     shared.chmod(0o777)
-    setup = ["sh", "-c", _SETUP, name, str(boot_id), str(names), str(shared)]
+    private = _private(Path(sys.base_prefix))
+    setup = ["sh", "-c", _SETUP, name, str(boot_id), str(names), str(shared), sys.base_prefix, str(private or "")]
     command = ["unshare", "-n", "-u", "-m", "--propagation", "private", *setup]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as keeper:
         assert keeper.stdin is not None

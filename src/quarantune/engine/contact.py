@@ -8,6 +8,7 @@ connection. After a connection has ended, the shard connects again. If it cannot
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -21,7 +22,7 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from quarantune.host import machine
@@ -31,8 +32,10 @@ from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
 from quarantune.values.settings import Listen
 
 _LOOPBACK = "127.0.0.1"
-_CONNECT_S = 2.0
-"""Longest wait for a connection to one address; a firewall may never answer."""
+_CONNECT_S = 5.0
+"""Longest wait for a connection; a firewall may never answer, and a bad line loses the first requests of some."""
+_STAGGER_S = 0.25
+"""Time after which the next address is tried at the same time."""
 _REPLY_S = 20.0
 """Longest wait until the peer takes a message, or until one of the addresses has proven to be the submitter."""
 _RETURNS_S, _RETURN_PAUSE_S = 8.0, 0.5
@@ -56,9 +59,6 @@ _BACKLOG = 1024
 _held: set[int] = set()
 """The chosen ports at which sweeps of this process listen."""
 _holding = new_lock()
-_answered: dict[str, str] = {}
-"""For the secrets of the last sweeps, the address at which a shard of this process found the submitter."""
-_MOST_ANSWERED = 64
 
 
 @functools.cache
@@ -96,8 +96,8 @@ class Contacts:
         """Begins to listen.
 
         Args:
-            may_go: receives the number of a shard that begins, and the description of its process; returns whether it
-                should run.
+            may_go: receives the number of a shard that begins, and the description of its process with its `address`;
+                returns whether it should run.
             is_local: whether all shards run on this machine, so other machines need not reach this process.
             at: the address and the ports to choose from; None for a free port at all addresses.
 
@@ -219,6 +219,7 @@ class Contacts:
             return True
         if not (peer.has_proven("shard", message) and isinstance(shard, int) and isinstance(about, dict) and run):
             return False
+        about = {**about, "address": peer.address}
         if not (self._runs[shard] == run if shard in self._runs else self._may_go(shard, about)):
             peer.say_proof("stop")
             return False
@@ -263,6 +264,13 @@ class _Peer:
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in ((socket.TCP_NODELAY, 1), *_KEEPALIVE):
                 self.connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @property
+    def address(self) -> str:
+        """The address of the other end; empty if it is gone."""
+        with contextlib.suppress(OSError):
+            return str(self.connection.getpeername()[0]).removeprefix("::ffff:")
+        return ""
 
     def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived."""
@@ -409,39 +417,65 @@ def _connect(address: Address, greeting: JsonObject, reasons: dict[str, str]) ->
         greeting: the message that names the shard.
         reasons: receives, for each address, the reason why it is not the submitter's.
     """
-    is_here, is_gone = address.machine == machine_id(), False
+    is_here, tries = address.machine == machine_id(), 0
     hosts = [*([_LOOPBACK] if is_here else []), *address.hosts] if address.port else []
-    hosts.sort(key=lambda host: host != _answered.get(address.token))  # the others may take 2 s each
-    reply_s, tries = _REPLY_S / max(1, len(hosts)), 0
+    reply_s = _REPLY_S / max(1, len(hosts))
     while hosts and (tries := tries + 1) <= _TRIES:
         closing: list[str] = []
-        for host in hosts:
-            try:
-                peer = _Peer(socket.create_connection((host, address.port), timeout=_CONNECT_S))
-            except OSError as error:
-                is_gone |= is_here and host == _LOOPBACK and isinstance(error, ConnectionRefusedError)
-                reasons[host] = error.strerror or str(error)
-                continue
-            until, ours = time.monotonic() + reply_s, secrets.token_hex(16)
-            peer.say({"nonce": ours})
-            answer = peer.await_message(until)
-            peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
-            if peer.has_proven("submitter", answer):
-                peer.say_proof("shard", **greeting)
+        with contextlib.closing(_connections(hosts, address.port, reasons)) as connections:
+            for host, connection in connections:
+                peer, until, ours = _Peer(connection), time.monotonic() + reply_s, secrets.token_hex(16)
+                peer.say({"nonce": ours})
                 answer = peer.await_message(until)
-            if peer.has_proven("go", answer):
-                if len(_answered) >= _MOST_ANSWERED:
-                    _answered.clear()
-                _answered[address.token] = host
-                return peer
-            peer.connection.close()
-            if peer.has_proven("stop", answer):
-                return False
-            reasons[host] = "it ended the connection" if peer.is_over else "it does not answer"
-            closing += [host] if peer.is_over else []
+                peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
+                if peer.has_proven("submitter", answer):
+                    peer.say_proof("shard", **greeting)
+                    answer = peer.await_message(until)
+                if peer.has_proven("go", answer):
+                    return peer
+                peer.connection.close()
+                if peer.has_proven("stop", answer):
+                    return False
+                reasons[host] = "it ended the connection" if peer.is_over else "it does not answer"
+                closing += [host] if peer.is_over else []
         if (hosts := closing) and tries < _TRIES:
             time.sleep(random.uniform(0.5, 1.5) * _RETURN_PAUSE_S)
-    return False if is_gone else None
+    return False if is_here and reasons.get(_LOOPBACK) == os.strerror(errno.ECONNREFUSED) else None
+
+
+def _connections(hosts: Sequence[str], port: int, reasons: dict[str, str]) -> Iterator[tuple[str, socket.socket]]:
+    """Yields connections to addresses as soon as they are made. Addresses behind a firewall delay the others little.
+
+    Args:
+        hosts: the addresses, each tried a moment after the one before it.
+        port: their port.
+        reasons: receives, for each address without a connection, the reason.
+    """
+    left, starts_at, ends_at = collections.deque(hosts), 0.0, 0.0
+    with contextlib.ExitStack() as unused, selectors.DefaultSelector() as pending:
+        while left or pending.get_map():
+            if left and (time.monotonic() >= starts_at or not pending.get_map()):
+                host = left.popleft()
+                starts_at, ends_at = time.monotonic() + _STAGGER_S, time.monotonic() + _CONNECT_S
+                try:
+                    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                    unused.callback(connection.close)
+                    connection.setblocking(False)
+                    with contextlib.suppress(BlockingIOError):
+                        connection.connect((host, port))
+                    pending.register(connection, selectors.EVENT_WRITE, (host, connection))
+                except OSError as error:
+                    reasons[host] = error.strerror or str(error)
+            ready = pending.select(max(0.0, (starts_at if left else ends_at) - time.monotonic()))
+            for host, connection in [key.data for key, _ in ready]:
+                pending.unregister(connection)
+                if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    reasons[host] = os.strerror(error)
+                else:
+                    yield host, socket.socket(fileno=connection.detach())
+            if not ready and not left:
+                reasons.update({key.data[0]: "timed out" for key in pending.get_map().values()})
+                return
 
 
 def _told(address: Address, reasons: dict[str, str]) -> str:

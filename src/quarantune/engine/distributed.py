@@ -253,7 +253,7 @@ def _ask(executor: Executor) -> Target:
     silence, ends_at, waiting = Silence(executor), math.inf, set(futures)
     while waiting and time.monotonic() < ends_at:
         done, waiting = wait(waiting, _LOOK_S, FIRST_COMPLETED)
-        for future in done:
+        for future in filter(done.__contains__, futures):
             try:
                 about = _description(executor, future)
             except EngineError as error:

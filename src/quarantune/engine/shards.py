@@ -43,6 +43,7 @@ _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
 
 With more shards, a search would choose configs from less knowledge.
 """
+_ALIKE = "give all machines the same versions, modules and kind of device"
 _TICK_S = 0.1
 _GRACE_S = 30.0
 
@@ -237,7 +238,7 @@ class Shards:
         if shard is None:
             return False
         shard.began, shard.host = time.monotonic(), str(about.get("host", ""))[:100]
-        shard.process = f"{shard.host} {about.get('pid', '')}"[:200]
+        shard.process, shard.address = f"{shard.host} {about.get('pid', '')}"[:200], about["address"]
         self._is_heard = True
         return True
 
@@ -434,15 +435,16 @@ class Shards:
     def _refuse(self, shard: Shard, reason: str) -> None:
         """Gives a shard to another machine after a refusal."""
         if shard.host not in self._refused:
-            _logger.warning("%s: %s takes no part: %s", self._name, shard.host, reason)
+            host = f"{shard.host} ({shard.address})" if shard.address else shard.host
+            _logger.warning("%s: %s takes no part: %s; %s", self._name, host, reason, _ALIKE)
         self._refused[shard.host] = reason
         self._refusing.add(shard.process)
         self._refused_at = self._refused_at or time.monotonic()
         if shard.refusals + 1 >= _MOST_REFUSALS and not self._may_be_taken():
             there = "; ".join(f"{host}: {reason}" for host, reason in sorted(self._refused.items()))
             raise EngineError(
-                f"{self._name}: no machine of {_shown(self._executor)} can take part ({there}); give all machines the "
-                f"same versions, modules and kind of device; the trials so far are kept"
+                f"{self._name}: no machine of {_shown(self._executor)} can take part ({there}); {_ALIKE}; the trials "
+                f"so far are kept"
             )
         self._pending.append(again(shard, refusals=shard.refusals + 1))
 
@@ -503,6 +505,7 @@ class Shard:
         number: its number among the shards of the sweep.
         future: the engine's handle of it; None before its submission.
         host: the machine that it runs on; empty if unknown.
+        address: the address of this machine; empty if unknown.
         process: the machine and the process that it runs in; empty if unknown.
         began: when it began, by the monotonic clock; None if unknown.
         is_accepted: whether the machine has confirmed that it has the device.
@@ -521,6 +524,7 @@ class Shard:
     number: int = dataclasses.field(default=0, init=False)
     future: Future[Any] | None = dataclasses.field(default=None, init=False)
     host: str = dataclasses.field(default="", init=False)
+    address: str = dataclasses.field(default="", init=False)
     process: str = dataclasses.field(default="", init=False)
     began: float | None = dataclasses.field(default=None, init=False)
     is_accepted: bool = dataclasses.field(default=False, init=False)

@@ -119,7 +119,8 @@ print(json.dumps(contacts.address.to_json()), flush=True)
 while len(begun) < count:
     contacts.poll(0.1, expected=count - len(begun))
 print(len(begun), flush=True)
-sys.stdin.read()
+while True:
+    contacts.poll(1.0)
 """
 
 

@@ -116,20 +116,18 @@ def test_a_full_submitter_that_nobody_waits_for_drops_no_slow_peer(monkeypatch: 
 
 def test_a_shard_that_found_no_room_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "_RETURN_PAUSE_S", 0.01)
-    connect, tries = socket.create_connection, []
+    make_room, full = Contacts._make_room, []
 
-    def without_room(*where: Any, **how: Any) -> socket.socket:
-        tries.append(where)
-        if len(tries) < contact._TRIES:
-            ours, theirs = socket.socketpair()
-            theirs.close()
-            return ours
-        return connect(*where, **how)
+    def without_room(contacts: Contacts, *most: Any, is_asked: bool) -> None:
+        make_room(contacts, *most, is_asked=is_asked)
+        for peer in contacts._peers() if len(full) < contact._TRIES - 1 else []:
+            full.append(peer)
+            contacts._drop(peer)
 
-    monkeypatch.setattr(socket, "create_connection", without_room)
+    monkeypatch.setattr(Contacts, "_make_room", without_room)
     with contextlib.closing(Contacts(lambda *_: True, is_local=True)) as contacts:
         line = reached(contacts, contacts.address)
-        assert (line.unreached, len(tries)) == ("", contact._TRIES)
+        assert (line.unreached, len(full)) == ("", contact._TRIES - 1)
         assert line.say({"phase": [0, "end"]})
         assert contacts.poll(5.0) == [Said(1, {"phase": [0, "end"]})]
         line.close()
@@ -146,25 +144,25 @@ def test_a_shard_says_which_addresses_it_tried_from_where() -> None:
     assert nowhere.unreached == "", "the submitter does not listen, and knows it"
 
 
-def test_the_address_that_answered_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise every shard of a machine waits for the submitter's addresses on other networks."""
-    connect, asked = socket.create_connection, []
-
-    def look(where: Any, **how: Any) -> socket.socket:
-        asked.append(where[0])
-        if where[0] == "192.0.2.1":  # a network without hosts
-            raise TimeoutError("timed out")
-        return connect(where, **how)
-
-    monkeypatch.setattr(socket, "create_connection", look)
-    with contextlib.closing(Contacts(lambda *_: True, is_local=True)) as contacts:
+def test_addresses_that_never_answer_delay_a_shard_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them takes longer than the test may."""
+    monkeypatch.setattr(contact, "_CONNECT_S", 10_000.0)
+    with contextlib.ExitStack() as full, contextlib.closing(Contacts(lambda *_: True, is_local=True)) as contacts:
         mine = contacts.address
-        address = Address("another machine", ("192.0.2.1", "127.0.0.1"), mine.port, mine.token)
-        for _ in range(2):
-            reached(contacts, address).close()
-            contacts.stop(1)
-            contacts._runs.clear()
-    assert asked == ["192.0.2.1", "127.0.0.1", "127.0.0.1"]
+        silent = []
+        for number in range(2, 5):  # a listener whose queue is full answers no request for a connection
+            listener = full.enter_context(socket.socket())
+            listener.bind((f"127.0.0.{number}", mine.port))
+            listener.listen(0)
+            for _ in range(2):
+                other = full.enter_context(socket.socket())
+                other.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    other.connect(listener.getsockname())
+            silent.append(f"127.0.0.{number}")
+        line = reached(contacts, Address("another machine", (*silent, "127.0.0.1"), mine.port, mine.token))
+        assert line.unreached == ""
+        line.close()
 
 
 def test_the_first_free_port_of_a_range_is_used() -> None:
