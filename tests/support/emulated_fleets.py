@@ -192,12 +192,15 @@ class DaskFleet(Fleet):
     @property
     def engine(self) -> tuple[str, str]:
         """The arguments of the submitter."""
-        head = self.net.addresses["head"]
-        return "dask", f"tcp://[{head}]:8786" if ":" in head else f"tcp://{head}:8786"
+        return "dask", f"tcp://{self._address('head')}:8786"
+
+    def _address(self, name: str) -> str:
+        address = self.net.addresses[name]
+        return f"[{address}]" if ":" in address else address
 
     def begin_cluster(self) -> None:
         """Starts the scheduler and the workers."""
-        options = ["--host", self.net.addresses["head"], "--port", "8786", "--no-dashboard"]
+        options = ["--host", self._address("head"), "--port", "8786", "--no-dashboard"]
         self._popen("head", sys.executable, "-c", _DASK.format("scheduler"), *options)
         for name in self.shifts_s:
             self.worker(name)
@@ -211,7 +214,7 @@ class DaskFleet(Fleet):
             before: a command that starts it.
         """
         joined = self.log.count("Registered to")
-        options = ["--host", self.net.addresses[name], "--nthreads", "1", "--no-nanny", "--no-dashboard"]
+        options = ["--host", self._address(name), "--nthreads", "1", "--no-nanny", "--no-dashboard"]
         program = f"{prelude}\n{_DASK.format('worker')}"
         words = [*before, sys.executable, "-c", program, self.engine[1], *options, "--local-directory", "/tmp"]
         self._popen(name, *words)

@@ -22,8 +22,8 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 from quarantune.host import machine
 from quarantune.host.locks import new_lock
@@ -56,6 +56,7 @@ _TRIES = 3
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 20_000))
 """These options end a connection 20 s after the last sign of the other machine, even with unacknowledged data."""
 _BACKLOG = 1024
+_Connections: TypeAlias = Generator[tuple[str, socket.socket], None, None]
 _held: set[int] = set()
 """The chosen ports at which sweeps of this process listen."""
 _holding = new_lock()
@@ -443,7 +444,7 @@ def _connect(address: Address, greeting: JsonObject, reasons: dict[str, str]) ->
     return False if is_here and reasons.get(_LOOPBACK) == os.strerror(errno.ECONNREFUSED) else None
 
 
-def _connections(hosts: Sequence[str], port: int, reasons: dict[str, str]) -> Iterator[tuple[str, socket.socket]]:
+def _connections(hosts: Sequence[str], port: int, reasons: dict[str, str]) -> _Connections:
     """Yields connections to addresses as soon as they are made. Addresses behind a firewall delay the others little.
 
     Args:
@@ -469,8 +470,8 @@ def _connections(hosts: Sequence[str], port: int, reasons: dict[str, str]) -> It
             ready = pending.select(max(0.0, (starts_at if left else ends_at) - time.monotonic()))
             for host, connection in [key.data for key, _ in ready]:
                 pending.unregister(connection)
-                if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    reasons[host] = os.strerror(error)
+                if fault := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    reasons[host] = os.strerror(fault)
                 else:
                     yield host, socket.socket(fileno=connection.detach())
             if not ready and not left:

@@ -62,7 +62,7 @@ def programs(net: Network, text: str, name: str, **arguments: list[str]) -> Iter
             environ = child_environ(
                 SUPPORT / "shifted_clock", SUPPORT, JAX_PLATFORMS="cpu", HOME=f"/tmp/home-of-{host}", TMPDIR=None,
                 QUARANTUNE_PROGRESS="0", QUARANTUNE_CACHE_DIR="/mnt/cache" if text is JOB else "/tmp/cache",
-                CLOCK_SHIFT_S=str(shift_s),
+                CLOCK_SHIFT_S=str(shift_s), QUARANTUNE_COMPILE_TIMEOUT="20",  # a lost claim ends a minute after it
             )  # fmt: skip
             words = [sys.executable, "-c", text, name, *arguments.get(host, [])]
             log = running.enter_context((directory / host).open("w"))
