@@ -65,11 +65,9 @@ class Fleet:
         """Makes names and interfaces as wrong as on real hosts, and starts the cluster."""
         net = self.net
         for host in net.hosts.values():
-            known = [f"{net.addresses[name]} {name}" for name in net.hosts if name not in ("submits", host.name)]
             # A host often has its own name at the loopback, and old addresses of others.
-            wrong = [f"127.0.1.1 {host.name}", f"{net.absent} submits"]
-            with Path(host.names).open("a") as names:
-                names.write("\n".join([*wrong, *known, ""]))
+            wrong = {host.name: "127.0.1.1", "submits": net.absent}
+            host.knows(*((wrong.get(name, address), name) for name, address in net.addresses.items()))
         submits = net.hosts["submits"]
         submits.run("sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore")
         for number in range(3):  # interfaces on networks that no other host reaches

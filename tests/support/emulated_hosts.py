@@ -61,6 +61,11 @@ class Host:
         user = ["-S", str(self.user), "-G", str(self.user)] if self.user else []
         return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", *user, *words]
 
+    def knows(self, *names: tuple[str, str]) -> None:
+        """Replaces its /etc/hosts with addresses and their names."""
+        lines = [("127.0.0.1", "localhost"), ("::1", "localhost"), *names]
+        Path(self.names).write_text("".join(f"{address} {name}\n" for address, name in lines))
+
     def processes(self) -> list[psutil.Process]:
         """Returns all processes of this host except the keeper of its namespaces."""
         space, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
@@ -180,9 +185,10 @@ def network(directory: Path, *names: str, family: int = 4) -> Iterator[Network]:
             host.run(*f"ip addr add {address} dev eth0".split())
         is_open = not (_private(Path(__file__)) or _private(Path(sys.executable)))
         hosts = [dataclasses.replace(host, user=2000 + number if is_open else 0) for number, host in enumerate(made)]
-        yield Network(
-            hosts, switch, [f"10.78.6.{n}" if family == 4 else f"fd77:6::{n}" for n in range(1, 1 + len(hosts))]
-        )
+        addresses = [f"10.78.6.{n}" if family == 4 else f"fd77:6::{n}" for n in range(1, 1 + len(hosts))]
+        for host in hosts:
+            host.knows(*zip(addresses, names, strict=True))
+        yield Network(hosts, switch, addresses)
 
 
 def _private(path: Path) -> Path | None:

@@ -71,13 +71,21 @@ def new_connection(frame: bytes) -> int | None:
 
 def tap(pid: int, device: str) -> int:
     """Returns the descriptor of a new device in the network namespace of a process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as space:
-        if libc.setns(space.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _TAP | _PLAIN))
+    with open("/proc/self/ns/net") as ours:
+        try:
+            _enter(f"/proc/{pid}/ns/net")
+            descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _TAP | _PLAIN))
+        finally:  # a host that is killed must not take the switch along
+            _enter(f"/proc/self/fd/{ours.fileno()}")
     return descriptor
+
+
+def _enter(space: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(space) as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 class Switch:
