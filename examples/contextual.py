@@ -58,7 +58,7 @@ def project(x, w, *, interpret: bool, BM: int = 32, BN: int = 32):
     )(x, w)
 
 
-@quarantune.contextual_autotune(n_warmup=1, n_repeat=5)
+@quarantune.contextual_autotune(warmup=1, rep=5)
 @functools.partial(jax.jit, static_argnames=["interpret"])
 def layer(x, scale, w, *, interpret: bool):
     """Calls both kernels: `normalize` is tuned first, then `project` together with the best config of `normalize`."""

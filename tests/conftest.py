@@ -93,7 +93,7 @@ def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.fixture
 def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets at most two configs compile at a time, for tests whose results no timing affects."""
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "2")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ of a worker's start.
 
 WAYS: dict[str, dict[str, Any]] = {
     "in process": {"isolation": "none"},
-    "sandbox, one compile worker": {"cpu_count": 1},
+    "sandbox, one compile worker": {"num_workers": 1},
     "sandbox": {},
 }
 

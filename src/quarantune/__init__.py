@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from quarantune.calls.given_inputs import set_autotune_inputs as set_autotune_inputs
     from quarantune.devices.targets import Target as Target
     from quarantune.devices.targets import targets as targets
-    from quarantune.metrics import KernelMetrics as KernelMetrics
-    from quarantune.metrics import compute_elementwise_metrics as compute_elementwise_metrics
-    from quarantune.metrics import compute_gemm_metrics as compute_gemm_metrics
     from quarantune.results.replay import ReplayResult as ReplayResult
     from quarantune.results.replay import replay as replay
     from quarantune.results.report import CompileReport as CompileReport
@@ -59,7 +56,6 @@ _NAMES = {
     "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
-    "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
     "answers.recording": ("RecordedCall", "calls_in", "recording"),
     "results.replay": ("ReplayResult", "replay"),
     "results.report": ("CompileReport",),
@@ -91,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_PUBLIC_MODULES])

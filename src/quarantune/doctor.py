@@ -43,6 +43,11 @@ from quarantune.values.trial import Outcome, Trial
 
 __all__ = ["Check", "Status", "failed", "run"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 _PATIENCE_S = 60.0
@@ -230,7 +235,7 @@ def memory(settings: Settings) -> Check:
     is_good = free >= _GIB * slots
     few = "" if is_good else f", less than 1 GiB for each of {slots} compile workers"
     found = f"{free / _GIB:.1f} GiB are free within the machine and its cgroups{few}"
-    remedy = "free some, give the job more, or set QUARANTUNE_MAX_CPU_COUNT lower"
+    remedy = "free some, give the job more, or set QUARANTUNE_NUM_WORKERS lower"
     return _judged("memory", found, remedy, is_good=is_good)
 
 
@@ -312,9 +317,7 @@ def thread_variables() -> Check:
 
 def _compile_slots(settings: Settings) -> int:
     """Returns the number of configs that compile at a time under these settings."""
-    return machine.compile_slots(
-        utilization=settings.cpu_utilization, count=settings.cpu_count, max_count=settings.max_cpu_count
-    )
+    return machine.compile_slots(settings.num_workers)
 
 
 def _amount(size: int) -> str:
@@ -342,7 +345,15 @@ def cache_directory(settings: Settings) -> list[Check]:
         found = f"{str(settings.cache_dir)!r} cannot be written ({error.strerror}): no result is kept"
         remedy = f"{advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
         return [fail("cache directory", found, remedy)]
-    return [*checks, _content(settings.cache_dir)]
+    return [*checks, *_missing(settings), _content(settings.cache_dir)]
+
+
+def _missing(settings: Settings) -> Iterator[Check]:
+    """Yields a check for each directory of `CACHE_PATH` that is not there."""
+    for directory in settings.cache_path:
+        if isinstance(directory, Path) and not os.path.isdir(directory):
+            found = f"QUARANTUNE_CACHE_PATH names {str(directory)!r}, which is not a directory: it gives no results"
+            yield warn("cache path", found, "make it or mount it, or correct the name")
 
 
 def _room(path: Path) -> Check:

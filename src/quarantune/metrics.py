@@ -12,6 +12,19 @@ import numpy as np
 from quarantune.device_table import DevicePeaks as DevicePeaks
 from quarantune.device_table import peaks_of as device_peaks
 
+__all__ = [
+    "DevicePeaks",
+    "KernelMetrics",
+    "compute_elementwise_metrics",
+    "compute_gemm_metrics",
+    "device_peaks",
+    "from_counts",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelMetrics:

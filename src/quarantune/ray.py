@@ -8,6 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
+__all__ = ["executor"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def executor(**options: Any) -> Executor:
     """Returns an executor for sweeps on this process's Ray cluster; connects to the cluster if necessary.

@@ -13,6 +13,28 @@ from quarantune.device_table import DeviceLimits
 from quarantune.values.configs import Config, Configs
 from quarantune.values.space import expand
 
+__all__ = [
+    "FP8_GEMM_CONFIGS",
+    "GATED_MLP_CONFIGS",
+    "MATMUL_CONFIGS",
+    "RMSNORM_ROPE_CONFIGS",
+    "TPU_VMEM_BYTES",
+    "DeviceLimits",
+    "device_limits",
+    "divides",
+    "filter_valid_configs",
+    "fits_registers",
+    "fits_shared_memory",
+    "generate_configs",
+    "get_default_config",
+    "tpu_configs",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 MATMUL_CONFIGS: dict[str, list[int]] = {
     "BLOCK_M": [64, 128],
     "BLOCK_N": [64, 128, 256],

@@ -248,7 +248,7 @@ def kinds_differ() -> None:
 def contextual() -> None:
     inner = kernel("inner")
 
-    @quarantune.contextual_autotune(name="contextual", ref_fn=None, n_repeat=1)
+    @quarantune.contextual_autotune(name="contextual", ref_fn=None, rep=1)
     def outer(x: Any) -> Any:
         return inner(x) * 1.0
 

@@ -19,6 +19,8 @@ from typing import Any
 CHROMEDRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = "needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)"
+AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
+NO_AXE = "needs axe-core (npm install axe-core)"
 
 _FLAGS = [
     "--headless",
@@ -50,6 +52,12 @@ class Browser:
     def run(self, script: str, *arguments: Any) -> Any:
         """Runs a script and returns its result."""
         return self._ask("execute/sync", script=script, args=list(arguments))
+
+    def barriers(self) -> list[list[str]]:
+        """Returns what axe finds that keeps people from reading the page: each rule with the first element."""
+        self.run(f"{AXE.read_text(encoding='utf-8')}; window.axe = axe;")
+        found = "return axe.run().then(({ violations }) => violations.map((it) => [it.id, it.nodes[0].html]))"
+        return list(self.run(found))
 
     def click(self, selector: str) -> None:
         """Clicks on an element, which must be visible, as for a person."""

@@ -132,7 +132,7 @@ def test_a_hopeless_compilation_is_killed_at_its_deadline() -> None:
             flash, {"bq": [4096], "bk": [4096]}, *[struct(1, 2, 4096, 128)] * 3, target="v5e", compile_timeout=3
         )
         assert ends(report) == ["timeout"]
-        assert report.trials[0].message == "compiling took longer than 3 s"
+        assert report.trials[0].message.startswith("compiling took longer than 3 s: ")
         assert quarantune.compile_check(scaled, {"rows": [8]}, X, target="v5e").ok
 
 

@@ -216,7 +216,7 @@ def layers(x, up, down, notes_in: str, last: str = "sin", chunk: int = 8):
 
 
 def test_xla_reuses_the_gemm_choices_of_earlier_configs(held, tmp_path, monkeypatch):
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "1")
     notes_in, notes_of_cosines = tmp_path / "notes", tmp_path / "cosines"
     template.close_shared()  # other tests may have left files of XLA
     x, up, down = (jnp.ones(shape, jnp.bfloat16) for shape in [(512, 328), (328, 136), (136, 328)])

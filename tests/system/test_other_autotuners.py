@@ -570,7 +570,7 @@ def test_triton_distributeds_contextual_example_tunes_all(
     def kernel_consumer_gemm(a: Any, b: Any, BM: int = 32, BN: int = 32) -> Any:
         return pallas_matmul(a, b, BM=BM, BN=BN)
 
-    @quarantune.contextual_autotune(n_warmup=1, n_repeat=3)
+    @quarantune.contextual_autotune(warmup=1, rep=3)
     def run_ag_gemm(a: Any, b: Any) -> Any:
         return kernel_consumer_gemm(copy_and_gather(a), b)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -29,6 +30,16 @@ def test_the_changelog_has_a_part_for_the_next_release() -> None:
     first, *released = re.findall(r"^## (.+)$", changes, flags=re.MULTILINE)
     assert first == "Unreleased"
     assert quarantune.__version__ in (released[0] if released else changes.split("\n### ")[0])
+
+
+def test_completion_shows_promised_names_alone() -> None:
+    modules = {"cache", "doctor", "metrics", "ray", "spaces"}
+    assert set(dir(quarantune)) == {*quarantune.__all__, *modules}
+    for name in modules:
+        module = getattr(quarantune, name)
+        shown = {each: getattr(module, each) for each in dir(module)}
+        assert not [each for each, value in shown.items() if each.startswith("_") or inspect.ismodule(value)]
+        assert "Any" not in shown
 
 
 def test_users_install_only_the_package() -> None:

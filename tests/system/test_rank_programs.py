@@ -298,7 +298,7 @@ def test_ranks_wait_for_the_longest_sweep_allowed() -> None:
         configs = [{"n": n} for n in range(count)]
         autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)
         resolver = autotuner._tuner
-        with quarantune.settings(cpu_count=1):
+        with quarantune.settings(num_workers=1):
             call = keyed(resolver.bind((1,), {}))
             one_of_two: Any = SimpleNamespace(client=None, rank=0, ranks=2)
             return ranks.Agreement(call, blocks.current(), one_of_two, {})._deadline_s()

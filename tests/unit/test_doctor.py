@@ -79,6 +79,14 @@ def test_a_healthy_machine_has_a_working_trial_of_each_kind(tmp_path: Path, cach
 
 
 @pytest.mark.slow
+def test_directories_of_the_cache_path_that_are_not_there_are_found(tmp_path: Path, cache_dir: Path) -> None:
+    gone = tmp_path / "gone"
+    found = doctor.cache_directory(Settings(cache_dir=cache_dir, cache_path=(tmp_path, gone)))
+    (check,) = [check for check in found if check.name == "cache path"]
+    assert (check.status, repr(str(gone)) in check.found) == (doctor.Status.WARN, True)
+    assert "mount it" in check.remedy
+
+
 def test_a_read_only_cache_directory_is_found(tmp_path: Path, cache_dir: Path) -> None:
     cache_dir.mkdir()
     status, found = diagnose(

@@ -11,7 +11,7 @@ from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.values.codec import canonical_json, decode_json, leaves_of
-from quarantune.values.configs import Config
+from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import Findings
 
 _LARGEST_FACTOR = 4
@@ -30,16 +30,28 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
         away = distance(key.problem_size, call.id.key) if key.device == call.id.device else None
         if away is not None:
             candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
+    refused = ""
     for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
+        wanted, there = map(canonical_json, (call.readable, entry.get("key_values")))
         config = kept(entry, call.call)
-        if config is not None and layers.versions_serve(changed_versions(entry), now, is_own=not store.read_only):
-            wanted, there = map(canonical_json, (call.readable, entry.get("key_values")))
+        if config is None:
+            refused = refused or f"{there} in {store.label} has {_why_refused(entry, call.call)}"
+        elif layers.versions_serve(changed := changed_versions(entry), now, is_own=not store.read_only):
             problems.report_once(
                 f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
+                f"{there} in {store.label}{f' (a nearer one is refused: {refused})' if refused else ''} "
+                "(ON_MISS=nearest; this is said once)",
                 topic=f"nearest {call.id.name}",
             )
             return Answer(Origin.NEAREST, config)
+        else:
+            refused = refused or f"{there} in {store.label} was made under {changed}"
+    if refused:
+        problems.report_once(
+            f"{call.id.name}: ON_MISS=nearest does not use the nearest entry: {refused}; tune the call, or let its "
+            "configs have that one",
+            topic=f"nearest refused {call.id.name}",
+        )
     return None
 
 
@@ -47,6 +59,14 @@ def kept(entry: Entry, call: BoundCall) -> Config | None:
     """Returns the config of an entry if the call has it and `prune_fn` accepts it; else None."""
     config = call.find(entry.get("config"), is_listed=True)
     return config if config is not None and call.keeps(config) else None
+
+
+def _why_refused(entry: Entry, call: BoundCall) -> str:
+    """Returns the config of an entry that `kept` refuses, and the reason."""
+    config = call.find(entry.get("config"), is_listed=True)
+    if config is None:
+        return f"the config {canonical_json(entry.get('config'))}, which is not among the call's configs"
+    return f"the config {format_config(config)}, which prune_fn drops for the call"
 
 
 def distance(found: str, wanted: str) -> tuple[float, bool] | None:

@@ -30,13 +30,13 @@ from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
 from quarantune.functions.names import cache_name
-from quarantune.host.frames import hide_own_frames, own_frames_hidden
+from quarantune.host.frames import ends_at_caller, hide_own_frames, own_frames_hidden
 from quarantune.jax_internals import jax_arrays, jax_functions, jax_options
 from quarantune.values import blocks
 from quarantune.values.blocks import settings
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.forgetting import forget_choices, on_forgetting
-from quarantune.values.options import OptionKeywords, Options, checked_options
+from quarantune.values.options import OptionKeywords, Options, checked_options, show_options
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -50,6 +50,9 @@ _R = TypeVar("_R")
 _I = TypeVar("_I")
 _Q = ParamSpec("_Q")
 _T = TypeVar("_T")
+
+Described: TypeAlias = jax.ShapeDtypeStruct | np.ndarray[Any, Any]
+"""Arguments that may stand for an array wherever nothing is computed for the caller."""
 
 Memo: TypeAlias = dict[Hashable, _T]
 """Remembered choices, by the state of JAX's settings and the key of the call."""
@@ -86,44 +89,46 @@ def autotune(
             dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
         **options: options from the groups below. `quarantune.Options` describes each in full.
 
-    Saved results:
+    The options that people use first:
 
-    - `name`: the cache file's name; the default is the function's own name.
     - `key_fn`: takes the call's arguments and returns a JSON-able value; calls with equal values share one result.
-    - `tables`: `package:directory` of results that a package ships; looked up after the user's cache.
-
-    Search:
-
+    - `prune_fn`: `(config, *args, **kwargs) -> bool`; False drops the config before it takes a worker.
+    - `ref_fn`: source of the expected output: `"defaults"` (default), a function, or None to compare nothing.
+    - `rtol`: allowed difference relative to the expected element; by default as much as rounding explains.
+    - `atol`: allowed absolute difference, in addition to `rtol`.
+    - `numerics`: outputs that may win: `rounding` (default), `bitwise` or `batch_invariant`.
+    - `time_grad`: True compiles, checks and times each config together with its gradient.
     - `search`: `auto` (default), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>` or a `Search` object.
     - `max_trials`: the largest number of configs to try.
     - `time_budget`: seconds after which no further config starts.
-    - `patience`: the search ends after this many trials without a gain of 0.5%.
-    - `seed`: the same seed and the same trials give the same search; the default is 0.
-    - `prune_fn`: `(config, *args, **kwargs) -> bool`; False drops the config before it takes a worker.
-    - `fidelity`: `auto` first ranks configs by a cheap compile if XLA tunes their products; `full` compiles all fully.
+    - `compile_timeout`: seconds to load, trace, lower and compile one config; the default is 120.
+    - `timeout`: seconds to check and measure one config; the default is 30.
 
-    Checks of outputs:
+    Advanced options of saved results:
 
-    - `ref_fn`: source of the expected output: `"defaults"` (default), a function, or None to compare nothing.
+    - `name`: the cache file's name; the default is the function's own name.
+    - `tables`: `package:directory` of results that a package ships; looked up after the user's cache.
+
+    Advanced options of checks:
+
     - `check_fn`: `(output, expected_or_None, *args) -> bool or None`; False or an exception fails the config.
-    - `rtol`: allowed difference relative to the expected element; by default as much as rounding explains.
-    - `atol`: allowed absolute difference, in addition to `rtol`.
     - `max_mismatched_ratio`: the share of an output's elements that may exceed both tolerances.
     - `check_grad`: True also compares gradients.
+    - `check_batch`: the axis of the batch, to find out whether rows depend on the batch that they are in.
 
-    Measurements:
+    Advanced options of measuring:
 
     - `warmup`: untimed runs per config; the default is 1.
     - `rep`: the largest number of timed samples per config; the default is 20.
     - `objective`: the quantity to minimize: `time` (default), `energy`, or a function of a `Trial`.
-    - `time_grad`: True compiles, checks and times each config together with its gradient.
     - `supply`: made-up arguments: `auto` (default), `integer`, `uniform`, `normal`, `zeros`, `ones` or a function.
     - `devices_per_trial`: accelerators that one trial holds; the default is 1.
 
-    Limits of one config:
+    Advanced options of the search and of one config's limits:
 
-    - `compile_timeout`: seconds to load, trace, lower and compile it; the default is 120.
-    - `timeout`: seconds to check and measure it; the default is 30.
+    - `fidelity`: `auto` first ranks configs by a cheap compile if XLA tunes their products; `full` compiles all fully.
+    - `patience`: the search ends after this many trials without a gain of 0.5%.
+    - `seed`: the same seed and the same trials give the same search; the default is 0.
     - `memory_limit`: host memory of its worker, in bytes or as "8GB"; the default is a fair share of the free memory.
     - `max_device_memory`: device memory of its program, in bytes or as "2GB"; the default is no limit.
 
@@ -166,6 +171,9 @@ def autotune(
     if jax_functions.is_jitted(configs):
         raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
     return decorate
+
+
+show_options(autotune)
 
 
 class _Jit(Protocol):
@@ -220,7 +228,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            with own_frames_hidden(), on_engine(self.function.signature, kwargs) as (kwargs, resume):
+            with on_engine(self.function.signature, kwargs) as (kwargs, resume):
                 return self._tuner.tune(self._tuner.bind(args, kwargs), resume=resume)
         finally:
             self.forget()
@@ -293,6 +301,12 @@ class Autotuned(TunedCallable[_P, _R]):
     def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> TuningResult: ...
 
     @overload
+    def tune(self, described: Described, /, *args: Any, **kwargs: Any) -> TuningResult: ...
+
+    @overload
+    def tune(self, first: Any, described: Described, /, *args: Any, **kwargs: Any) -> TuningResult: ...
+
+    @overload
     def tune(self, *args: Any, executor: Executor, resume: bool = False, **kwargs: Any) -> TuningResult: ...
 
     @overload
@@ -317,7 +331,8 @@ class Autotuned(TunedCallable[_P, _R]):
             EngineError: The executor could not run the sweep.
             TypeError: The call sets a tunable parameter.
         """
-        return cast("TuningResult", self._tune(args, kwargs))
+        with own_frames_hidden():
+            return cast("TuningResult", self._tune(args, kwargs))
 
     def tune_for(
         self, calls: Sequence[Any], weights: Sequence[float] | None = None, *, by: Literal["total", "worst"] = "total"
@@ -397,9 +412,19 @@ class Autotuned(TunedCallable[_P, _R]):
         finally:
             self.forget()
 
-    def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
+    @overload
+    def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None: ...
+
+    @overload
+    def lookup(self, described: Described, /, *args: Any, **kwargs: Any) -> Config | None: ...
+
+    @overload
+    def lookup(self, first: Any, described: Described, /, *args: Any, **kwargs: Any) -> Config | None: ...
+
+    def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        config = self._tuner.lookup(self._tuner.bind(args, kwargs))
+        with own_frames_hidden():
+            config = self._tuner.lookup(self._tuner.bind(args, kwargs))
         return None if config is None else as_given(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -435,10 +460,6 @@ class Autotuned(TunedCallable[_P, _R]):
         """
         self.forget()
         jax_functions.clear_caches(self.__wrapped__)
-
-    def __repr__(self) -> str:
-        """Returns the name of the tuned function, marked as tuned."""
-        return f"<autotuned {self.name}>"
 
     def _parts(self) -> tuple[Any, ...]:
         return self.function.configs, *super()._parts()
@@ -507,8 +528,9 @@ class BoundMethod(Generic[_P, _R]):
         """Calls the method with the best config for these arguments."""
         try:
             return self.__wrapped__(self._instance, *args, **kwargs)
-        except KeyboardInterrupt as error:
-            hide_own_frames(error)
+        except BaseException as error:
+            if ends_at_caller(error):
+                hide_own_frames(error)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -575,6 +597,9 @@ class AutoTuner(Tuned):
         with own_frames_hidden(), on_engine(self._tuner.function.signature, kwargs) as (kwargs, resume):
             call = self._tuner.bind(args, kwargs)
             return self._tuner.tune(call, resume=True) if resume else self._tuner.result(call)
+
+
+show_options(AutoTuner.__init__)
 
 
 def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:

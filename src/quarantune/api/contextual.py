@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
-from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context, remember
+from quarantune.api.autotune import Autotuned, Described, TunedCallable, memo_key, read_context, remember
 from quarantune.api.tuner import Tuner
 from quarantune.functions.binding import assignment_in_force, describe_function
 from quarantune.host.frames import own_frames_hidden
@@ -14,13 +14,18 @@ from quarantune.host.locks import lazy
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.values import blocks
-from quarantune.values.amounts import unwrapped
-from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
-from quarantune.values.options import ContextualKeywords, Options, checked_options
+from quarantune.values.options import ContextualKeywords, Options, checked_options, show_options
 
 if TYPE_CHECKING:
     from quarantune.tuning.contextual_job import ContextualFunction
+
+_RUNS = 5
+"""Default of `rep`: a whole function takes longer than a kernel."""
+_INSTEAD = {"objective": "time alone", "n_warmup": "warmup", "n_repeat": "rep"} | {
+    name: f"{name} of its kernels" for name in ("prune_fn", "max_device_memory", "check_batch")
+}
+"""Options that a function of kernels lacks, and the advice for each."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -28,24 +33,15 @@ _R = TypeVar("_R")
 
 @overload
 def contextual_autotune(
-    *, n_warmup: int = 1, n_repeat: int = 5, **options: Unpack[ContextualKeywords]
+    **options: Unpack[ContextualKeywords],
 ) -> Callable[[Callable[_P, _R]], Contextual[_P, _R]]: ...
 
 
 @overload
-def contextual_autotune(
-    fn: Callable[_P, _R], /, *, n_warmup: int = 1, n_repeat: int = 5, **options: Unpack[ContextualKeywords]
-) -> Contextual[_P, _R]: ...
+def contextual_autotune(fn: Callable[_P, _R], /, **options: Unpack[ContextualKeywords]) -> Contextual[_P, _R]: ...
 
 
-def contextual_autotune(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    n_warmup: int = 1,
-    n_repeat: int = 5,
-    **options: Unpack[ContextualKeywords],
-) -> Any:
+def contextual_autotune(fn: Callable[..., Any] | None = None, /, **options: Unpack[ContextualKeywords]) -> Any:
     """Tunes the autotuned kernels that a function calls by the time of the whole function.
 
     It tries each kernel's configs in turn, with the other kernels at their best so far. A kernel that the function
@@ -55,11 +51,10 @@ def contextual_autotune(
     Args:
         fn: the function; omit it to give options. If it is jitted, several of its programs compile at a time and ahead,
             which on a GPU takes a fraction of a plain function's time.
-        n_warmup: untimed runs of the function per config.
-        n_repeat: the largest number of timed runs per config.
-        **options: the options of `autotune`, except `warmup` and `rep` (use `n_warmup` and `n_repeat`), `objective`
-            (time alone), and `prune_fn` and `max_device_memory` (give them to the kernels). A function that is not
-            jitted compiles as it runs: `compile_timeout` and `timeout` together bound one config.
+        **options: the options of `autotune`, except `objective` (time alone), and `prune_fn`, `check_batch` and
+            `max_device_memory` (give them to the kernels). `warmup` and `rep` count runs of the function; the default
+            of `rep` is 5 here. A function that is not jitted compiles as it runs: `compile_timeout` and `timeout`
+            together bound one config.
 
     Returns:
         A `Contextual`, or a decorator that makes one.
@@ -84,21 +79,16 @@ def contextual_autotune(
         >>> list(layer.lookup(jnp.ones(2**18)).values())
         [{'batch': 64}]
     """
-    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory", "check_batch"))
-    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
-        if name in options:
-            raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
-    n_warmup, n_repeat = unwrapped(n_warmup), unwrapped(n_repeat)
-    for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
-        if not is_whole(count, least):
-            raise ValueError(f"{name}={count!r} is not valid: give a whole number of at least {least}")
-    checked = checked_options("contextual_autotune", {**options, "warmup": n_warmup, "rep": n_repeat})
+    checked = checked_options("contextual_autotune", {"rep": _RUNS, **options}, lacking=_INSTEAD)
     assignment.context()
 
     def decorate(function: Callable[_P, _R]) -> Contextual[_P, _R]:
         return Contextual(function, checked)
 
     return decorate if fn is None else decorate(fn)
+
+
+show_options(contextual_autotune, lacking=_INSTEAD, rep=_RUNS)
 
 
 class Contextual(TunedCallable[_P, _R]):
@@ -153,6 +143,12 @@ class Contextual(TunedCallable[_P, _R]):
     def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> ContextualResult: ...
 
     @overload
+    def tune(self, described: Described, /, *args: Any, **kwargs: Any) -> ContextualResult: ...
+
+    @overload
+    def tune(self, first: Any, described: Described, /, *args: Any, **kwargs: Any) -> ContextualResult: ...
+
+    @overload
     def tune(self, *args: Any, resume: bool, **kwargs: Any) -> ContextualResult: ...
 
     def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
@@ -164,7 +160,8 @@ class Contextual(TunedCallable[_P, _R]):
         Raises:
             TuningFailedError: The function failed with every config of a kernel.
         """
-        return cast("ContextualResult", self._tune(args, kwargs))
+        with own_frames_hidden():
+            return cast("ContextualResult", self._tune(args, kwargs))
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
@@ -178,5 +175,5 @@ class Contextual(TunedCallable[_P, _R]):
         return self._run(args, kwargs, assignment.encode({}, others=assignment.DEFAULT))
 
     def __repr__(self) -> str:
-        """Returns the name of the tuned function, marked as tuned."""
-        return f"<contextually autotuned {self.name}>"
+        """Returns the kind of tuner, and the function's name; the kernels are known once it runs."""
+        return f"<Contextual {self.name}: the kernels that it calls>"

@@ -192,6 +192,20 @@ class Tuned:
 
     _tuner: Tuner
 
+    def __repr__(self) -> str:
+        """Returns the kind of tuner, the function's name, its tunables and the number of its configs."""
+        configs = self.function.configs
+        tunes = (
+            "configs made for each call"
+            if callable(configs)
+            else f"{len(configs):,} config{'' if len(configs) == 1 else 's'} of {', '.join(configs.names)}"
+        )
+        return f"<{type(self).__name__} {self.function.name}: {tunes}>"
+
+    def __dir__(self) -> list[str]:
+        """Returns the names that users may rely on, and those with underscores; for completion."""
+        return sorted({*super().__dir__()} - {"forget", "function", "result"})
+
     @property
     def function(self) -> TunedFunction:
         """The function with its configs and options."""

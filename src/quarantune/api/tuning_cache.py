@@ -58,6 +58,10 @@ class TuningCache:
         self._configs: dict[CacheKey, Config] = {}
         self._lock = new_lock()
 
+    def __repr__(self) -> str:
+        """Returns the class and the directory."""
+        return "<TuningCache in memory only>" if self._store is None else f"TuningCache({str(self.directory)!r})"
+
     def get(self, kernel_type: str, problem_size: Any, device: str) -> Config | None:
         """Returns the config for a problem, or None.
 
@@ -261,12 +265,12 @@ class TuningCache:
         *functions: Autotuned[..., Any] | AutoTuner | str,
         arguments: Callable[[CacheKey], Arguments | None] | None = None,
         max_loss_percent: float | None = None,
-        retune: bool = False,
+        again: bool = False,
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
         The function's `supply` makes the arguments from each entry's shapes, dtypes and static values. Without
-        `retune`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
+        `again`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
         imports names from a cache, so it needs the functions.
 
         Args:
@@ -276,10 +280,10 @@ class TuningCache:
                 makes them from the key. A function with a `key_fn` needs it, and so do arguments on several devices.
             max_loss_percent: slowdown in percent, compared with the saved time, above which a winner is stale. None
                 compares winners with the defaults alone.
-            retune: whether to tune again each call whose winner is stale or only estimated, and save the result.
+            again: whether to tune again each call whose winner is stale or only estimated, and save the result.
 
         Returns:
-            One verdict for each entry: `current`, `stale`, `unclear` (the measurements do not suffice), `retuned`,
+            One verdict for each entry: `current`, `stale`, `unclear` (the measurements do not suffice), `tuned again`,
             `unused` (no call can find it) or `unknown` (for another device, without its function, or without its
             arguments).
 
@@ -312,7 +316,7 @@ class TuningCache:
                 tune=lambda call: Tuner(call.function).tune(call),
                 complete=self._complete,
                 max_loss_percent=max_loss_percent,
-                retune=retune,
+                again=again,
             )
 
     def _complete(self, key: CacheKey, program: JsonObject) -> None:

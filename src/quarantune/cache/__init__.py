@@ -26,6 +26,10 @@ _MODULES = {
 """The modules of names that a cached call does not need; the first use of a name imports its module."""
 
 
+def __dir__() -> list[str]:
+    return sorted([*_MODULES, "CacheWarning", "CacheWriteError", "Store"])
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -248,15 +248,9 @@ def chosen(
     Raises:
         ValueError: a name or a device has no entry.
     """
-    known = store.names()
-    for wanted in names or ():
-        if not any(_matches(name, wanted) for name in known):
-            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
-            raise ValueError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
     found = [
         (name, {device: entries for device, entries in store.read(name).items() if entries})
-        for name in known
-        if names is None or any(_matches(name, wanted) for wanted in names)
+        for name in (store.names() if names is None else _named(store, names, store.names()))
     ]
     kinds = sorted({device for _, contents in found for device in contents})
     for wanted in devices or ():
@@ -268,6 +262,29 @@ def chosen(
         for name, contents in found
     ]
     return [(name, contents) for name, contents in of_devices if contents]
+
+
+def named(store: Store, names: Collection[str]) -> list[str]:
+    """Returns the functions of these names that have entries or saved trials.
+
+    Args:
+        store: the entries.
+        names: the functions, as names with `*` for any text.
+
+    Raises:
+        ValueError: a name has neither.
+    """
+    return _named(
+        store, names, sorted({*store.names(), *(path.parent.stem for path in paths(store.directory, "*.trials/*"))})
+    )
+
+
+def _named(store: Store, names: Collection[str], known: Collection[str]) -> list[str]:
+    for wanted in names:
+        if not any(_matches(name, wanted) for name in known):
+            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
+            raise ValueError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
+    return [name for name in known if any(_matches(name, wanted) for wanted in names)]
 
 
 def _matches(name: str, wanted: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -27,6 +27,7 @@ from quarantune.functions.binding import (
 from quarantune.functions.description import as_structs, without_arrays
 from quarantune.functions.fingerprint import Fingerprint, fingerprint
 from quarantune.functions.names import cache_name
+from quarantune.host.frames import callers_mistake
 from quarantune.host.locks import lazy
 from quarantune.jax_internals import jax_functions
 from quarantune.values import blocks
@@ -289,7 +290,8 @@ class BoundCall:
         Raises:
             TypeError: The function does not take them.
         """
-        return self.function.signature.bind_partial(*self.args, **self.kwargs)
+        with self._callers_mistakes():
+            return self.function.signature.bind_partial(*self.args, **self.kwargs)
 
     @lazy
     def values(self) -> Mapping[str, Any]:
@@ -298,7 +300,9 @@ class BoundCall:
         Raises:
             TypeError: An argument is missing.
         """
-        check_complete(self.bound, self.tunables)
+        bound, tunables = self.bound, self.tunables
+        with self._callers_mistakes():
+            check_complete(bound, tunables)
         return {name: value for name, value in arguments_of(self.bound).items() if name not in self.tunables}
 
     @lazy
@@ -383,7 +387,26 @@ class BoundCall:
         prune_fn = self.function.options.prune_fn
         assert prune_fn is not None
         args, kwargs = self.fitted(functools.partial(prune_fn, {}), *as_structs(self.args, self.kwargs))
-        return lambda config: bool(prune_fn(config, *args, **kwargs))
+
+        def keeps(config: Config) -> bool:
+            try:
+                return bool(prune_fn(config, *args, **kwargs))
+            except Exception as error:
+                error.add_note(f"prune_fn of {self.name} raised this for the config {format_config(config)}")
+                raise
+
+        return keeps
+
+    @contextlib.contextmanager
+    def _callers_mistakes(self) -> Iterator[None]:
+        """Names the function in an error about the arguments, and lets its traceback end at the caller's line."""
+        try:
+            yield
+        except TypeError as error:
+            function = self.function
+            names = [str(it.replace(annotation=it.empty)) for it in function.parameters.values()]
+            takes = ", ".join(name for name in names if name.partition("=")[0] not in function.tunables)
+            raise callers_mistake(TypeError(f"{self.name}: {error}: it takes ({takes})")) from None
 
     @property
     def tunables(self) -> frozenset[str]:
@@ -401,8 +424,10 @@ class BoundCall:
         """
         if callable(self.function.configs) and self.has_no_key:
             return frozenset()  # it runs with its defaults anyway, and the callable cannot handle symbolic shapes
-        check_complete(self.bound)
-        given = self.bound.arguments
+        bound = self.bound
+        with self._callers_mistakes():
+            check_complete(bound)
+        given = bound.arguments
         may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
         return self.tunables.intersection(may_be) if may_be else frozenset()
 

@@ -8,14 +8,19 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quarantune.cli import output
 from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
 from quarantune.cli.parser import make_parser
 
+if TYPE_CHECKING:
+    from quarantune.values.blocks import SettingKeywords
+
 _FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
 """The library's errors that mean that the work failed. By name, because importing their classes takes time."""
+_SETTINGS = ("cache_dir", "compile_timeout", "timeout", "memory_limit", "num_workers")
+"""Options that stand for the setting of their name, in every command that has them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,11 +91,11 @@ def _run(options: Any) -> int:
     module, _, name = options.run.partition(":")
     handler = getattr(importlib.import_module(f"quarantune.cli.{module}"), name)
     with contextlib.ExitStack() as block:
-        if getattr(options, "cache_dir", None) is not None:
+        if given := {name: value for name, value in vars(options).items() if name in _SETTINGS and value is not None}:
             from quarantune.values.blocks import settings
 
             with output.input_errors(ValueError):
-                block.enter_context(settings(cache_dir=options.cache_dir))
+                block.enter_context(settings(**cast("SettingKeywords", given)))
         out = Output(sys.stdout, as_json=as_json)
         if as_json:  # a user's module may print on import, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))

@@ -83,7 +83,7 @@ def _made(found: Iterable[RecordedCall], named: Tuned | None) -> Iterator[tuple[
         with contextlib.ExitStack() as block:
             with contextlib.suppress(Exception):  # if JAX refuses settings, `made_again` sees another key
                 block.enter_context(described_settings(call.jax_settings))
-            status, made, reason = functions.made_again(call, here, loaded, force=False)
+            status, made, reason = functions.made_again(call, here, loaded, again=False)
             yield call, status, made, reason
 
 

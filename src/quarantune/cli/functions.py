@@ -78,8 +78,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
         override = blocks.settings(on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None})
     if options.estimate_for is not None:
         check_cache()
-        usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}
-        usual |= {"target": options.estimate_for, "estimate": True, "again": options.force}
+        usual = {"all": False, "target": options.estimate_for, "estimate": True}
         return check(argparse.Namespace(**vars(options) | usual), out, saves=True)
     records = []
     with override, contextlib.ExitStack() as engine:
@@ -114,13 +113,13 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
         # The machines of the engine tune all calls at a time and fill the cache. The look-ups below then find the
         # results; failed calls fail once more.
         with input_errors(TypeError, ValueError, ImportError):
-            known = [ahead.is_known(tuned, call.args, call.kwargs) and not options.force for call in wanted]
-        with blocks.settings(always_tune=options.force), contextlib.suppress(ExceptionGroup):
+            known = [ahead.is_known(tuned, call.args, call.kwargs) and not options.again for call in wanted]
+        with blocks.settings(always_tune=options.again), contextlib.suppress(ExceptionGroup):
             tune_many([(tuned, call.args, call.kwargs) for call in wanted])
     for index, call in enumerate(wanted):
         try:
             with input_errors(TypeError, ValueError, ImportError):
-                anew = options.force and not known
+                anew = options.again and not known
                 result = tuned.result((call.args, call.kwargs), anew=anew)
             yield result, known[index] if known else result.from_cache not in (False, "default")
         except TuningFailedError as error:
@@ -162,7 +161,7 @@ def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple
         "from_cache": was_known,
     }
     config = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items()) or ended.config_text
-    origin = ", from the cache (--force tunes again)" if was_known else ""
+    origin = ", from the cache (--again tunes it again)" if was_known else ""
     return record, f"{config}, {ended.findings.text()}{origin}"
 
 
@@ -271,7 +270,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                     block.enter_context(described_settings(batch[0].jax_settings))
                 left_s = ends_s - time.monotonic()
                 for call in batch:
-                    status, made, reason = made_again(call, here, loaded, force=options.force)
+                    status, made, reason = made_again(call, here, loaded, again=options.again)
                     if status == TUNED and left_s <= 0:
                         status, made = "left for the next run", None
                     if made is None:
@@ -282,7 +281,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                         ready.append((call, made))
                 if left_s < math.inf:
                     block.enter_context(blocks.settings(time_budget=max(left_s, 1e-3)))
-                block.enter_context(blocks.settings(always_tune=options.force))
+                block.enter_context(blocks.settings(always_tune=options.again))
                 if executor is not None:
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
                         tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))
@@ -290,7 +289,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
 
 
 def made_again(
-    call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, force: bool
+    call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, again: bool
 ) -> tuple[str, _Made | None, str]:
     """Returns the planned status of a call; its function and arguments without values, or None; and the reason."""
     if call.device != here:
@@ -301,7 +300,7 @@ def made_again(
         args, kwargs = described_arguments(dict(call.arguments), tuned.function)
         if not ahead.is_same(call, tuned, args, kwargs):
             return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it in the calling program"
-        status = TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
+        status = TUNED if again or not ahead.is_known(tuned, args, kwargs) else _KNOWN
     except Exception as error:  # also from the author's functions
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
     return status, (tuned, GivenCall(args, kwargs)), ""
@@ -398,13 +397,12 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is not an autotuned function: check a kernel that it calls")
     function = tuned.function
-    limits = {name: getattr(options, name) for name in ("compile_timeout", "memory_limit", "again", "estimate")}
-    limits["num_workers"] = options.jobs
+    checked = functools.partial(compile_check, target=target, again=options.again, estimate=options.estimate)
     records: list[JsonObject] = []
     ended_well = True
     for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
-            report = compile_check(tuned, function.configs, *call.args, target=target, **limits, **call.kwargs)
+            report = checked(tuned, function.configs, *call.args, **call.kwargs)
         described = calls.describe(call, function.signature)
         if records:
             out.line()

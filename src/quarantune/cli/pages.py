@@ -103,11 +103,11 @@ def _report_running(options: argparse.Namespace, out: Output) -> int:
             for key, sweep in seen.items()
         ]
 
-    _write_page(path, shown(), reload_s=2 * _REWRITE_S)
-    out.line(f"{path} shows {counted(len(seen), 'running sweep')} until the end; Ctrl-C stops watching")
-    if options.open:
-        webbrowser.open(path.as_uri())
     try:
+        _write_page(path, shown(), reload_s=2 * _REWRITE_S)
+        out.line(f"{path} shows {counted(len(seen), 'running sweep')} until the end; Ctrl-C stops watching")
+        if options.open:
+            webbrowser.open(path.as_uri())
         last_s, took_s = time.monotonic(), 0.0
         while look() or time.monotonic() - last_s < _ENDED_S:
             started_s = time.monotonic()

@@ -26,6 +26,8 @@ exit codes:
 environment variables: QUARANTUNE_CACHE_DIR and others; see the page
 "Environment" of the documentation"""
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_REMOVED = {"--force": "--again", "--retune": "--again", "--jobs": "--num-workers"}
+"""Options that do not exist any more, and the option to use in place of each."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,6 +54,10 @@ class Parser(argparse.ArgumentParser):
             hint = did_you_mean(found[1], known) or f" Choose from {', '.join(known)}."
             message = f"there is no {found[1]!r}.{hint}"
             given = given[: given.index(found[1])] if found[1] in given else []
+        elif found := re.fullmatch(r"the following arguments are required: ([^,]+).*", message):
+            message = f"{found[1]} is missing: {self._about(found[1])}"
+        elif found := re.fullmatch(r"argument (?:-o/)?(\S+): expected .*", message):
+            message, given = f"{found[1]} needs a value: {self._about(found[1])}", []
         elif "required" not in message and "unrecognized" not in message:
             given = []
         known_options = self._option_string_actions.keys()
@@ -61,11 +67,20 @@ class Parser(argparse.ArgumentParser):
                 near = did_you_mean(option.lstrip("-"), [known.lstrip("-") for known in known_options])
                 own = "" if self.get_default("run") else " Options of a command follow it."
                 hint = near.replace("'", "'--", 1) or own
+                if (instead := _REMOVED.get(option)) in known_options:
+                    hint = f" Use {instead}."
                 message = f"there is no option {option!r}.{hint}"
                 break
         name = styled(self.prog, ERROR_STYLE, sys.stderr)
         complain(f"{name}: {message.rstrip('.')} (see {self.prog} --help)")
         raise SystemExit(2)
+
+    def _about(self, name: str) -> str:
+        """Returns the help of an option or argument."""
+        named = (
+            it for it in self._actions if name in it.option_strings or (not it.option_strings and it.metavar == name)
+        )
+        return next((it.help for it in named if it.help), "give it")
 
 
 class _Once(argparse.Action):
@@ -129,6 +144,11 @@ def _flag(names: str, about: str, **keywords: Any) -> _Option:
     return names, {"action": "store_true", "help": about, **keywords}
 
 
+def _again(about: str) -> _Option:
+    """Returns the option of every command that can do its work again."""
+    return _flag("--again", about)
+
+
 _JSON = _flag("--json", 'print JSON, which the page "The command line" describes')
 _CACHE_DIR = _value("--cache-dir DIR", "the cache directory (default: QUARANTUNE_CACHE_DIR, or the user's cache)")
 _COMMON = (_CACHE_DIR, _JSON)
@@ -136,38 +156,56 @@ _KIND = _value("--device KIND", "only results for this kind of device")
 _ANY_NAMES = "functions by their names in the cache, with * for any text (default: all)"
 _ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 """The options that choose entries of a cache."""
+_DRY_RUN = _flag("--dry-run", "list the results and files without removing them")
 _CHOSEN = (*_ENTRIES, *_COMMON)
-_CALLS = (
-    _value(
-        "function MODULE:FUNCTION", "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
-    ),
-    [
-        _value(
-            "--args ARGS",
-            "the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
-            "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
-            action=_Once,
-        ),
-        _value(
-            "--shapes FILE",
-            "a file with the arguments of one call on each line, as in --args; - for stdin",
-            action=_Once,
-        ),
-        _value(
-            "--inputs MODULE:FUNCTION",
-            "a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
-            "or that yields the arguments of one call after another",
-            action=_Once,
-        ),
-    ],
-    _value(
-        "--static NAME=VALUE",
-        "the value of a static parameter in all calls; repeat it for others",
-        action="append",
-        default=[],
-    ),
+_FUNCTION = _value(
+    "function MODULE:FUNCTION", "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
 )
-"""The options that say which calls of a function are meant."""
+_CALLS = [
+    _value(
+        "--args ARGS",
+        "the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
+        "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
+        action=_Once,
+    ),
+    _value(
+        "--shapes FILE",
+        "a file with the arguments of one call on each line, as in --args; - for stdin",
+        action=_Once,
+    ),
+    _value(
+        "--inputs MODULE:FUNCTION",
+        "a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
+        "or that yields the arguments of one call after another",
+        action=_Once,
+    ),
+]
+_STATIC = _value(
+    "--static NAME=VALUE",
+    "the value of a static parameter in all calls; repeat it for others",
+    action="append",
+    default=[],
+)
+_COMPILE_TIMEOUT = _value("--compile-timeout S", "seconds for compiling one config", type=_SECONDS)
+_TIMEOUT = _value("--timeout S", "seconds for checking and measuring one config", type=_SECONDS)
+_MEMORY_LIMIT = _value("--memory-limit SIZE", "host memory of one config's worker, as 8GB")
+_NUM_WORKERS = _value("--num-workers N", "how many configs compile at a time; as QUARANTUNE_NUM_WORKERS")
+
+
+def _of_calls(
+    *own: _Option, instead: Sequence[_Option] = (), measures: bool = True
+) -> tuple[_Option | list[_Option], ...]:
+    """Returns the options of a command about calls of a function.
+
+    Args:
+        *own: the command's own options.
+        instead: options that give calls in place of `--args` and its like; then the function may be missing.
+        measures: whether the command runs configs.
+    """
+    function = (_FUNCTION[0], {**_FUNCTION[1], "nargs": "?"}) if instead else _FUNCTION
+    limits = (_COMPILE_TIMEOUT, *([_TIMEOUT] if measures else []), _MEMORY_LIMIT, _NUM_WORKERS)
+    return (function, [*_CALLS, *instead], _STATIC, *own, *limits, *_COMMON)
+
 
 _HELP = _flag("-h --help", "show this help message and exit", action="help")
 COMMANDS: Mapping[str, Command] = {
@@ -177,20 +215,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "tune": Command(
         "tune a function ahead of time, and save the winners in the cache",
-        (
-            (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
-            [
-                *_CALLS[1],
-                _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first"),
-                _value(
-                    "--profile PATH",
-                    "calls in a profile of jax.profiler (a file, or its directory) that QUARANTUNE_RECORD has "
-                    "recorded, most device time first",
-                ),
-            ],
-            _CALLS[2],
+        _of_calls(
             _flag("--dry-run", "with --profile: print the device time of each call, and tune nothing"),
-            _flag("--force", "tune calls again that have results"),
+            _again("tune calls that have results again"),
             _value("--estimate-for TPU", "save the compiler's best estimate for a TPU, here or not"),
             _value(
                 "--search NAME",
@@ -207,9 +234,16 @@ COMMANDS: Mapping[str, Command] = {
                 "tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto "
                 '(see the page "Beyond one machine")',
             ),
-            *_COMMON,
+            instead=(
+                _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first"),
+                _value(
+                    "--profile PATH",
+                    "calls in a profile of jax.profiler (a file, or its directory) that QUARANTUNE_RECORD has "
+                    "recorded, most device time first",
+                ),
+            ),
         ),
-        "Skips calls that have results, except with --force. With --estimate-for nothing runs, and "
+        "Skips calls that have results, except with --again. With --estimate-for nothing runs, and "
         "the saved estimates serve until measured results replace them.",
         (
             "quarantune tune kernels:matmul --args 'bf16[4096,4096] bf16[4096,4096]'",
@@ -221,14 +255,11 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "fit": Command(
         "fit a rule on some calls, which answers for calls that nobody tuned",
-        (
-            (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
-            [*_CALLS[1], _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, weighted by their counts")],
-            _CALLS[2],
+        _of_calls(
             _value("--max-configs N", "choose between at most N configs (default: 8)", type=_COUNT, default=8),
             _value("--max-loss PERCENT", "a call may take this much longer (default: 3)", type=_PERCENT, default=3.0),
             _value("--time-budget S", "measure for at most S seconds in total", type=_SECONDS),
-            *_COMMON,
+            instead=(_value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, weighted by their counts"),),
         ),
         "Tunes the calls as far as the rule needs it, and saves their results and the rule. Programs use the rule with "
         "QUARANTUNE_ON_MISS=rule.",
@@ -239,26 +270,20 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "run": Command(
         "run one config alone in the sandbox, and show everything that it prints",
-        (
-            *_CALLS,
+        _of_calls(
             _value("--config JSON", "the config; tunables that it omits have the function's defaults", required=True),
-            _JSON,
         ),
         "Saves nothing. The exit code is 1 unless the config works.",
         ("""quarantune run kernels:matmul --config '{"bm": 64}' --args 'bf16[4096,4096] bf16[4096,4096]'""",),
     ),
     "check": Command(
         "compile all configs of a function for a device that need not be here",
-        (
-            *_CALLS,
+        _of_calls(
             _value("--target NAME", "the device; `quarantune targets` lists them", required=True),
             _flag("--all", "exit with 1 unless every config compiles"),
-            _flag("--again", "also compile the configs of earlier checks"),
+            _again("compile the configs of earlier checks again"),
             _flag("--estimate", "ask the compiler for TPUs how many cycles each config takes, and sort by that"),
-            _value("--compile-timeout S", "seconds for compiling one config", type=_SECONDS),
-            _value("--memory-limit SIZE", "host memory for compiling one config, as 8GB"),
-            _value("--jobs N", "how many configs compile at a time", type=_COUNT),
-            *_COMMON,
+            measures=False,
         ),
         "Nothing runs. The exit code is 1 if no config compiles, or with --all if one does not.",
         (
@@ -295,7 +320,7 @@ COMMANDS: Mapping[str, Command] = {
                 type=_PERCENT,
             ),
             _value("--profile PATH", "compare winners in a job's profile with their sweeps"),
-            _flag("--retune", "tune calls again whose winner is stale or only estimated"),
+            _again("tune calls whose winner is stale or only estimated again"),
             _value("--sample N", "tune N calls that rules answered, and show the rules' true losses", type=_COUNT),
             *_COMMON,
         ),
@@ -305,7 +330,7 @@ COMMANDS: Mapping[str, Command] = {
         "slower in the job than the defaults.",
         (
             "quarantune cache verify",
-            "quarantune cache verify kernels:matmul --max-loss 10 --retune",
+            "quarantune cache verify kernels:matmul --max-loss 10 --again",
             "quarantune cache verify kernels:matmul --sample 5",
         ),
     ),
@@ -319,12 +344,28 @@ COMMANDS: Mapping[str, Command] = {
         (_value("directory DIR", "the directory; made if necessary"), *_CHOSEN),
         examples=("quarantune cache export src/mykernels/tables 'mykernels.*'",),
     ),
+    "cache rm": Command(
+        "remove results, so that their calls tune again",
+        (
+            _value("names NAME", "functions by their names in the cache, with * for any text", nargs="+"),
+            _KIND,
+            _value("--call TEXT", "only calls that `quarantune cache list` shows so, with * for any text"),
+            _DRY_RUN,
+            *_COMMON,
+        ),
+        "Removes with each result the saved trials of its call. Without --device and --call it removes everything "
+        "about a function: also its rules, and its sweeps that have no result. The exit code is 1 if nothing matches.",
+        (
+            "quarantune cache rm kernels.matmul",
+            "quarantune cache rm kernels.matmul --device 'NVIDIA H200' --call '*bf16[4096,4096]*'",
+        ),
+    ),
     "cache prune": Command(
         "remove useless files and old results",
         (
             *_ENTRIES,
             _value("--older-than AGE", "remove results and unfinished sweeps of this age, as 90d, 12h or 30m"),
-            _flag("--dry-run", "list the files and results without removing them"),
+            _DRY_RUN,
             *_COMMON,
         ),
         "Always removes set-aside damaged files and drafts of dead processes; removes results and trials only "
@@ -359,15 +400,14 @@ COMMANDS: Mapping[str, Command] = {
             _value(
                 "recorded PATH", "the journals of a function (NAME.trials in the cache), one of them, or a saved result"
             ),
-            _value("--search NAME", "(default: surrogate random)", nargs="+", default=["surrogate", "random"]),
+            _value("--search NAME", "a search; repeat it for others (default: surrogate and random)", action="append"),
             _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),
             _value("--max-trials N", "the most trials (default: 400)", type=_COUNT, default=400),
-            _value("--batch N", "configs asked at a time (default: 8)", type=_COUNT, default=8),
             _JSON,
         ),
         examples=(
             "quarantune replay ~/.cache/quarantune/kernels.matmul.trials",
-            "quarantune replay saved/matmul --search surrogate random optuna:tpe --seeds 10",
+            "quarantune replay saved/matmul --search random --search optuna:tpe --seeds 10",
         ),
     ),
     "targets": Command("list the devices that `check` can compile for", (_JSON,)),
@@ -378,7 +418,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "completion": Command(
         "print a script that completes commands and options in a shell",
-        (("shell", {"choices": ("bash", "zsh", "fish")}),),
+        (("shell", {"choices": ("bash", "zsh", "fish"), "help": "bash, zsh or fish"}),),
         examples=(
             "source <(quarantune completion bash)            # in ~/.bashrc",
             "source <(quarantune completion zsh)             # in ~/.zshrc",

@@ -29,6 +29,7 @@ from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_REPLAYED = ["surrogate", "random"]
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
 
 
@@ -127,8 +128,8 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
     directory, tuned = opened().directory, []
-    if not options.functions and (options.max_loss or options.retune or options.sample):
-        raise InputError("--max-loss, --retune and --sample need functions: name them, as MODULE:FUNCTION")
+    if not options.functions and (options.max_loss or options.again or options.sample):
+        raise InputError("--max-loss, --again and --sample need functions: name them, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
         from quarantune.cli import calls
 
@@ -145,12 +146,12 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     if options.sample:
         from quarantune.cli import fitting
 
-        document["sampled"] = fitting.sample(tuned, options.sample, out, saves=options.retune)
+        document["sampled"] = fitting.sample(tuned, options.sample, out, saves=options.again)
         most = options.max_loss or math.inf
         is_right &= all(100 * (each["loss"] or 0.0) <= most for each in document["sampled"])
     elif tuned:
         names = {safe_name(function.function.name) for function in tuned}
-        report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
+        report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, again=options.again)
         verified = [entry for entry in report.entries if entry.key.kernel_type in names]
         for entry in verified:
             out.line(printable(str(entry)))
@@ -171,7 +172,7 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         verdicts = Counter(str(entry.verdict) for entry in verified)
         summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         out.line(f"{counted(len(verified), 'result')} looked at" + (f": {summary}" if summary else ""))
-        document["entries"] = [entry.to_dict() for entry in verified]
+        document["entries"] = [_key(entry.key) | _without_key(entry.to_dict()) for entry in verified]
         is_right &= "stale" not in verdicts
     if options.profile is not None:  # JAX is not needed otherwise
         from quarantune.cli import profiled
@@ -208,6 +209,30 @@ def cache_export(options: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
+def cache_rm(options: argparse.Namespace, out: Output) -> int:
+    """Removes results with the saved trials of their calls, or everything about a function."""
+    store, cache = opened(), TuningCache(_directory())
+    functions = list[str]()
+    if options.device is None and options.call is None:
+        with input_errors(ValueError):
+            functions = entries.named(store, options.names)
+        keys = [key for name in functions for key, _ in entries.entries_of(name, store.read(name))]
+    else:
+        shown_so = re.compile(".*".join(map(re.escape, (options.call or "*").split("*"))))
+        keys = [key for key, it in _entries(_chosen(store, options)) if shown_so.fullmatch(_row(it)[0])]
+    if not options.dry_run:
+        for name in functions:
+            cache.clear(name)
+        for key in [] if functions else keys:
+            cache.delete(*key)
+    for text in [*map(str, keys), *(f"the sweeps of {name}" for name in {*functions} - {key[0] for key in keys})]:
+        out.line(printable(text))
+    verb = "would be removed" if options.dry_run else "removed"
+    out.line(f"{counted(len(keys), 'result')} {verb}")
+    out.json({"dry_run": options.dry_run, "results": _keys(keys), "functions": functions})
+    return DONE if keys or functions else FAILED
+
+
 def cache_prune(options: argparse.Namespace, out: Output) -> int:
     """Removes remains; with an age, also old results."""
     age_s = None if options.older_than is None else _seconds(options.older_than)
@@ -240,8 +265,8 @@ def replay(options: argparse.Namespace, out: Output) -> int:
     from quarantune.results.replay import replay as run
 
     with input_errors(ValueError, TypeError, ImportError, OSError):
-        limits = {"max_trials": options.max_trials, "batch": options.batch}
-        result = run(options.recorded, options.search, seeds=range(options.seeds), **limits)
+        names = options.search or _REPLAYED
+        result = run(options.recorded, names, seeds=range(options.seeds), max_trials=options.max_trials)
     out.line(result.table())
     searches = {
         name: [
@@ -350,6 +375,10 @@ def _record(key: CacheKey, entry: Entry) -> JsonObject:
 
 def _key(key: CacheKey) -> JsonObject:
     return {"function": key.kernel_type, "device": key.device, "key": key.problem_size}
+
+
+def _without_key(record: JsonObject) -> JsonObject:
+    return {name: value for name, value in record.items() if name not in CacheKey._fields}
 
 
 def _keys(keys: Iterable[CacheKey]) -> list[JsonObject]:

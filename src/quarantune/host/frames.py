@@ -9,6 +9,9 @@ import sysconfig
 import types
 import warnings
 from types import TracebackType
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=BaseException)
 
 _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
 """Packages whose frames may stand between a user's call and a warning."""
@@ -50,8 +53,19 @@ def warn(message: str, category: type[Warning]) -> None:
     )
 
 
+def callers_mistake(error: _E) -> _E:
+    """Marks an error as a mistake in the caller's line, where its traceback should end; returns it."""
+    error._is_callers_mistake = True  # type: ignore[attr-defined]
+    return error
+
+
+def ends_at_caller(error: BaseException) -> bool:
+    """Returns whether the traceback of an error should not show this package."""
+    return isinstance(error, KeyboardInterrupt) or hasattr(error, "_is_callers_mistake")
+
+
 class own_frames_hidden:
-    """Hides this package's frames from the traceback of a Ctrl-C in the block.
+    """Hides this package's frames from the traceback of a Ctrl-C, or of a caller's mistake, in the block.
 
     The frames of user code in the block stay. This belongs in the outermost function of this package: an exception
     that leaves a `with` does not record its frame again.
@@ -62,7 +76,7 @@ class own_frames_hidden:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):
+        if error is not None and ends_at_caller(error):
             hide_own_frames(error)
 
 

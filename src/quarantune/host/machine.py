@@ -20,6 +20,8 @@ from typing import TypeAlias
 
 _ROOT = Path("/")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_USUAL_SHARE = 0.9
+"""Share of the available cores that compile; the others are left to the caller."""
 
 
 def available_cpus(*, root: Path = _ROOT) -> int:
@@ -28,18 +30,16 @@ def available_cpus(*, root: Path = _ROOT) -> int:
     return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in quotas if quota)]))
 
 
-def compile_slots(*, utilization: float, count: int, max_count: int, root: Path = _ROOT) -> int:
-    """Returns how many configs to compile at a time.
+def compile_slots(wanted: int | float | None, *, root: Path = _ROOT) -> int:
+    """Returns how many configs to compile at a time, at most one for each available core.
 
     Args:
-        utilization: the share of the available cores to use if `count` is not positive.
-        count: the wanted number; if it is 0 or less, `utilization` applies.
-        max_count: an upper bound; 0 or less sets none.
+        wanted: a number of configs, or as a float a share of the available cores; None for the usual share.
         root: the root of the file system; another one in tests.
     """
     available = available_cpus(root=root)
-    wanted = count if count > 0 else max(1, round(available * utilization))
-    return min(wanted, available, max_count if max_count > 0 else available)
+    share = _USUAL_SHARE if wanted is None else wanted
+    return min(share if isinstance(share, int) else max(1, round(available * share)), available)
 
 
 def available_memory_bytes(*, root: Path = _ROOT) -> int:

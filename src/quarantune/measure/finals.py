@@ -368,7 +368,8 @@ def take_turns(
         floor: the smallest difference that can separate two contenders, as a share.
         is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
             stands for all of them, because other processes only make rounds longer.
-        budget_s: seconds after which the rounds so far must do; None for more of them if other processes disturb them.
+        budget_s: the most seconds of rounds, after the least that a result needs; None for the usual time, which is
+            longer if other processes disturb the rounds.
         rep: the largest number of samples of a contender. Short runs get several times as many rounds, which count
             together.
         clock: returns seconds.
@@ -380,7 +381,7 @@ def take_turns(
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted, unless it is very long
     taken: dict[int, list[RunTime]] = {index: [] for index in range(len(contenders))}
     racing, spent_s = dict.fromkeys(taken), dict.fromkeys(taken, 0.0)
-    started = clock()
+    started, most_s = clock(), math.inf if budget_s is None else budget_s
     for count in range(1, _MAX_ROUNDS + 1):
         for index in racing:
             began = clock()
@@ -406,11 +407,11 @@ def take_turns(
                 break
             folded = _folded(taken)
             is_settled = count >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (count >= ENOUGH and (is_settled or passed_s > (budget_s or _BUSY_BUDGET_S))):
+            if is_over or (count >= ENOUGH and (is_settled or passed_s > min(most_s, _BUSY_BUDGET_S))):
                 rounds = folded
                 break
             continue
-        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > (budget_s or _BUDGET_S)):
+        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > min(most_s, _BUDGET_S)):
             break
         if is_over or (count >= FEW and is_clear(marks, floor=FAR - 1)):
             break

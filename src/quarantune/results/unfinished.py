@@ -16,7 +16,7 @@ from quarantune.measure import finals
 from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.values.codec import equal
 from quarantune.values.configs import Config
-from quarantune.values.trial import Findings, Trial, count_outcomes
+from quarantune.values.trial import Findings, Trial, count_outcomes, failed_text
 
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
@@ -66,7 +66,7 @@ class FailedSweep:
             default_config=self.default,
             versions=dict(self.versions),
         )
-        return ResultData(result, self.key_values, state=SweepState.FAILED, progress=_failed_text(len(self.trials)))
+        return ResultData(result, self.key_values, state=SweepState.FAILED, progress=failed_text(self.trials))
 
 
 def without_result(directory: Path, name: str, *, device: str | None = None) -> list[Sweep]:
@@ -101,7 +101,7 @@ def data_of(sweep: Sweep) -> ResultData:
 def progress_text(sweep: Sweep, trials: tuple[Trial, ...]) -> str:
     """Returns how far a sweep has come, such as `20 of 40 configs`."""
     if sweep.state is SweepState.FAILED:
-        return _failed_text(len(trials))
+        return failed_text(trials)
     done, total = sweep.done(trials), sweep.beginning.total
     if total is None:
         return f"{done:,} configs" if done else "no config recorded"
@@ -153,10 +153,6 @@ def _result(trials: Sequence[Trial], *, default_config: Config | None, created: 
         trials=tuple(trials),
         **fields,
     )
-
-
-def _failed_text(count: int) -> str:
-    return f"all {count:,} configs failed" if count != 1 else "the only config failed"
 
 
 def _iso(seconds: float) -> str:

@@ -191,7 +191,7 @@ class Compare(Task):
 
     Attributes:
         entries: the configs.
-        budget_s: seconds after which a few rounds must do; None for the usual time of a final.
+        budget_s: the most seconds of rounds, after the least that a result needs; None for the usual time.
     """
 
     entries: tuple[Finalist, ...]

@@ -35,6 +35,7 @@ from quarantune.sandbox.template_messages import (
 from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.sandbox.workforce import Event, Said
 from quarantune.values import codec
+from quarantune.values.amounts import too_long
 from quarantune.values.codec import DamageError, JsonObject
 from quarantune.values.errors import SandboxError
 from quarantune.values.trial import Outcome
@@ -276,7 +277,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             if is_late and (is_killed or not is_up):
                 raise SandboxError("the template process does not answer")
             if is_late and report is None and failure is None:
-                text = f"loading the function took longer than {timeout_s:g} s"
+                text = too_long("loading the function", timeout_s, "compile_timeout")
                 failure = LoadError(ErrorDescription(text, error=""), Outcome.TIMEOUT)
             if failure is not None and not is_killed:
                 is_killed, deadline = True, time.monotonic() + _STARTUP_DEADLINE_S

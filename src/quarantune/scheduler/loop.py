@@ -157,19 +157,20 @@ class Scheduler:
         idle = filter(None, (idle_on(run, device) for device in run.devices))
         return any(run.workers.pid(worker) is not None for worker in idle)
 
-    def compare(self, configs: Mapping[int, Config]) -> finals.Final:
+    def compare(self, configs: Mapping[int, Config], budget_s: float | None = None) -> finals.Final:
         """Times configs in turn in one worker, so that only their programs differ.
 
         The worker loads the executables that were kept, and compiles the other configs again.
 
         Args:
             configs: the configs by index.
+            budget_s: the most seconds of rounds, after the least that a result needs; None for the usual time.
 
         Returns:
             The result; empty if the comparison failed.
         """
         try:
-            return self._compared(configs)
+            return self._compared(configs, budget_s)
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
@@ -185,7 +186,7 @@ class Scheduler:
             The result; empty without one in time.
         """
         try:
-            return self._compared(configs, ends_at)
+            return self._compared(configs, max(0.0, _ROUNDS_SHARE * (ends_at - self._clock())), ends_at)
         except ValueError as error:
             _logger.info("the finalists were not compared in a further process: %s", error)
             return finals.Final()
@@ -204,7 +205,9 @@ class Scheduler:
         self._run.workers.finish_all()
         self._run.fastest.close()
 
-    def _compared(self, configs: Mapping[int, Config], ends_at: float | None = None) -> finals.Final:
+    def _compared(
+        self, configs: Mapping[int, Config], budget_s: float | None, ends_at: float | None = None
+    ) -> finals.Final:
         """Makes a worker compare configs; if the worker dies, and nothing ends the comparison, another tries once.
 
         Raises:
@@ -217,7 +220,6 @@ class Scheduler:
             for (index, config), fd in zip(configs.items(), kept, strict=True)
         )
         fds = [fd for fd in kept if fd is not None]
-        budget_s = None if ends_at is None else max(0.0, _ROUNDS_SHARE * (ends_at - self._clock()))
         task = Compare(entries=entries, budget_s=budget_s, last=True)
         seconds = len(entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
         tries = 0

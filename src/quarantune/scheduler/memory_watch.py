@@ -10,6 +10,7 @@ from quarantune.sandbox.workforce import Workforce
 from quarantune.scheduler.plan import Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import Worker, Workers, WorkerState, WorkerVerdict
+from quarantune.values.amounts import memory_text
 from quarantune.values.trial import Outcome, Phase
 
 _LOOK_S = 0.1
@@ -159,14 +160,18 @@ class MemoryWatch:
         return memory.bare_bytes(limit) if worker.is_bare else limit
 
     def _verdict(self, worker: Worker) -> WorkerVerdict:
-        used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))
+        memory = self._plan.memory
+        used, limit = (
+            memory_text(amount, memory.worker_bytes) for amount in (worker.used_bytes, self._limit_bytes(worker))
+        )
         alone = " alone" if worker.job and worker.job.is_alone else ""
-        return WorkerVerdict(Outcome.OOM, f"it held {used}{alone}, over its memory_limit of {limit}")
+        return WorkerVerdict(Outcome.OOM, f"it held {used}{alone}, {memory.over(limit)}")
 
 
 def shortage(worker: Worker, reason: str) -> WorkerVerdict:
     """Returns the verdict on the largest worker when memory runs out."""
-    return WorkerVerdict(Outcome.OOM, f"{reason} and it held {_gigabytes(worker.used_bytes)}, the most of all")
+    text = f"{reason} and it held {_gigabytes(worker.used_bytes)}, the most of all"
+    return WorkerVerdict(Outcome.OOM, f"{text}: free memory, or run fewer configs at a time (QUARANTUNE_NUM_WORKERS)")
 
 
 def _gigabytes(amount: int) -> str:

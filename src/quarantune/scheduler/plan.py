@@ -10,6 +10,7 @@ from typing import ClassVar, TypeAlias
 from quarantune.devices.discovery import Device
 from quarantune.measure.objective import Objective
 from quarantune.scheduler.recall import Recall
+from quarantune.values.amounts import memory_text
 from quarantune.values.configs import Config
 from quarantune.values.trial import TIME, Trial
 
@@ -133,10 +134,15 @@ class MemoryLimits:
             ValueError: the limit is too low.
         """
         if bare_bytes > self.worker_bytes:
+            limit, bare = (memory_text(amount, self.worker_bytes) for amount in (self.worker_bytes, bare_bytes))
             raise ValueError(
-                f"memory_limit={self.worker_bytes:,} bytes is too little: a worker holds {bare_bytes:,} bytes before a "
-                "config begins. Set twice that or more, or no limit for a share of the free memory"
+                f"memory_limit={limit} is too little: a worker holds {bare} before a config begins. Set twice that or "
+                "more, or no limit for a share of the free memory"
             )
+
+    def over(self, limit: str) -> str:
+        """Returns which limit a worker is over that holds more than `limit`, and the remedy."""
+        return f"over its memory_limit of {limit}: raise memory_limit if it may take more"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +164,10 @@ class SharedMemoryLimits(MemoryLimits):
 
     def check(self, bare_bytes: int) -> None:
         """Checks nothing, because nobody has set a limit."""
+
+    def over(self, limit: str) -> str:
+        """Returns that a worker is over its share, and the remedy."""
+        return f"over its share of the free memory, {limit}: free some, or let prune_fn drop the config"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -244,13 +244,18 @@ class Replies:
                 job.forgive()
             may_go_on = job is None or job.may_be_repeated or worker.state is WorkerState.PARKED
             outcome = Outcome.LOST if was_killed(status) and may_go_on else Outcome.CRASHED
-            return WorkerVerdict(outcome, f"the process {describe_status(status)} without a result")
+            text = f"the process {describe_status(status)} without a result"
+            return WorkerVerdict(outcome, f"{text}: see the end of its output, or all of it with `quarantune run`")
         self._oom_kills = kills
         if (culprit := self._run.memory.larger_than(worker)) is not None:
             reason = "the kernel ran out of memory, killed another config's process"
             self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
             return WorkerVerdict(Outcome.LOST, "the kernel killed the process because another one held too much memory")
-        return WorkerVerdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
+        return WorkerVerdict(
+            Outcome.OOM,
+            "the kernel's out-of-memory killer took the process: free memory, or run fewer configs at a time "
+            "(QUARANTUNE_NUM_WORKERS)",
+        )
 
     def give_up(self, worker: Worker) -> None:
         """Forgets a worker that SIGKILL does not end, and withdraws its device."""

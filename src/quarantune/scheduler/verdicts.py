@@ -7,6 +7,7 @@ import re
 from quarantune.sandbox.messages import Failed
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.workers import Job, Worker, WorkerVerdict
+from quarantune.values.amounts import memory_text, too_long
 from quarantune.values.trial import NO_FIGURES, Outcome, Phase
 
 _UNTOLD = "Pass pipeline failed"
@@ -17,11 +18,11 @@ _DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
 def overdue(worker: Worker, plan: Plan) -> WorkerVerdict:
     """Returns the verdict on a worker whose deadline has passed."""
     if worker.side_task_s is not None and worker.began_at is not None:
-        return WorkerVerdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, too_long("it", worker.side_task_s, "timeout"))
     if worker.side_task_s is None and worker.holds_device and worker.phase is not Phase.COMPILE:
-        return WorkerVerdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, too_long("checking and measuring", plan.timeout_s, "timeout"))
     if worker.began_at is not None or worker.phase is Phase.COMPILE:
-        return WorkerVerdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, too_long("compiling", plan.compile_timeout_s, "compile_timeout"))
     return WorkerVerdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
 
 
@@ -30,8 +31,8 @@ def too_large(job: Job, plan: Plan) -> WorkerVerdict | None:
     needed, most = (job.figures or NO_FIGURES).device_bytes, plan.memory.device_bytes
     if needed is None or most is None or needed <= most:
         return None
-    text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"
-    return WorkerVerdict(Outcome.DEVICE_OOM, text)
+    text = f"its program needs {memory_text(needed, most)} of device memory, over max_device_memory of "
+    return WorkerVerdict(Outcome.DEVICE_OOM, f"{text}{memory_text(most, most)}: raise it if it may take more")
 
 
 def raised(reply: Failed) -> WorkerVerdict:

@@ -64,11 +64,7 @@ class SweepLimits:
             compile_timeout_s=settings.compile_timeout or float(options.compile_timeout),
             timeout_s=settings.timeout or float(options.timeout),
             memory_limit_bytes=None if memory_limit is None else parse_memory(memory_limit),
-            compile_slots=machine.compile_slots(
-                utilization=settings.cpu_utilization,
-                count=settings.cpu_count if num_workers is None else num_workers,
-                max_count=settings.max_cpu_count,
-            ),
+            compile_slots=machine.compile_slots(settings.num_workers if num_workers is None else num_workers),
             configs_per_worker=settings.configs_per_worker,
         )
 

@@ -42,6 +42,7 @@ from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.values.amounts import parse_memory
 from quarantune.values.configs import Config
 from quarantune.values.errors import ReferenceFailedError
 from quarantune.values.options import AUTO, BITWISE
@@ -49,6 +50,10 @@ from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, Rout
 
 _logger = logging.getLogger("quarantune")
 
+_FINAL_SHARE = 0.1
+"""Share of a sweep's time that the rounds of its final may add if further processes repeat it."""
+_LEAST_FINAL_S = 0.2
+"""The same of a short sweep, in seconds."""
 _REPEATED_SHARE = 0.15
 """Share of a sweep's time that the repetitions of its final may add."""
 _START_S = 0.15
@@ -154,7 +159,10 @@ class Routes:
         last = self._opened[-1] if self._opened else self._new_scheduler([*self._with_device(1, NOTHING_MORE)][-1])
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
-        return self._repeated(comparing.compare(contenders), contenders, known, comparing)
+        budget_s = None
+        if self._most_processes({known[index].clock or "wall" for index in contenders}) > 1:
+            budget_s = max(_LEAST_FINAL_S, _FINAL_SHARE * (time.monotonic() - self._began))
+        return self._repeated(comparing.compare(contenders, budget_s), contenders, known, comparing)
 
     def _repeated(
         self,
@@ -319,7 +327,8 @@ class Routes:
         limits, request = self._request.limits, self._request
         compile_timeout_s, timeout_s = self._deadlines()
         share_bytes = int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, route.numbers.workers))
-        device_bytes = request.options.device_memory_bytes
+        most = request.options.max_device_memory
+        device_bytes = None if most is None else parse_memory(most, least=1)
         return Plan(
             devices=tuple(self._devices),
             compile_timeout_s=compile_timeout_s,

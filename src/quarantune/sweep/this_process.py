@@ -37,6 +37,7 @@ from quarantune.sandbox.workforce import Event, Said, Workforce
 from quarantune.sweep.request import SweepRequest
 from quarantune.transport.payload import Call
 from quarantune.values import codec
+from quarantune.values.amounts import too_long
 from quarantune.values.codec import JsonObject, restore
 from quarantune.values.configs import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
@@ -281,7 +282,8 @@ class ThisProcess:
         task, index, phase = worker.task, worker.task.trial, worker.phase
         config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
         limit_s, label = self._limit(task, phase)
-        doing = "compiling" if phase is Phase.COMPILE else "checking and measuring"
+        is_compile = phase is Phase.COMPILE
+        doing, option = ("compiling", "compile_timeout") if is_compile else ("checking and measuring", "timeout")
 
         def report(taken_s: float) -> None:
             _logger.warning(
@@ -292,7 +294,7 @@ class ThisProcess:
                 taken_s,
                 limit_s,
             )
-            self.note(index, config, Outcome.TIMEOUT, f"{doing} took longer than {limit_s:g} s", phase)
+            self.note(index, config, Outcome.TIMEOUT, too_long(doing, limit_s, option), phase)
 
         with self._on_device(), Watched(limit_s - self._spent_s[index], report) as watched:
             if worker.begins:

@@ -22,7 +22,7 @@ from quarantune.functions import batch
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
-from quarantune.measure import finals, intervals, model
+from quarantune.measure import finals, intervals
 from quarantune.results import report
 from quarantune.results.bits_report import exact_winner
 from quarantune.results.progress import Progress
@@ -34,6 +34,7 @@ from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLi
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
+from quarantune.tuning import scatter
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
@@ -55,15 +56,13 @@ from quarantune.values.trial import (
     Searched,
     Trial,
     count_outcomes,
-    interval_text,
+    failed_text,
     pruned_trial,
     with_bits,
 )
 
 _logger = logging.getLogger("quarantune")
 
-_WIDE = 1.2
-"""Ratio of the ends of an interval of speed-ups from which a warning tells that the samples scattered."""
 _FIRST = 16
 """How many configs with the best estimates of a compile check run first, whatever their estimates."""
 _FAR = 4.0
@@ -427,7 +426,7 @@ class TuningJob:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         if not self._has_winner(swept):
-            progress.end(f"all {len(self._ledger.trials):,} configs failed")
+            progress.end(failed_text(tuple(self._ledger.trials.values())))
             raise self._error(swept)
         default, known = self._call.default_index, {**self._ledger.trials, **swept.retimed}
         if swept.untuned is not None and finals.default_among(self._ledger.trials, default) == UNTUNED:
@@ -449,7 +448,8 @@ class TuningJob:
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
             interval = self._interval(swept.final, known, (winner, best), (own_index, defaults))
             findings = dataclasses.replace(findings, speedup_interval=interval)
-        self._warn_of_scatter(best, [settled[index] for index in level], findings.speedup_interval)
+        if doubt := scatter.doubt(best, [settled[index] for index in level], findings.speedup_interval):
+            _logger.warning("%s: %s; %s", self._name, doubt, scatter.REMEDY.format(device=self._key.device))
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -523,29 +523,6 @@ class TuningJob:
             return error
         self._records.leave_failure(self._terms(), failure.trials)
         return failure
-
-    def _warn_of_scatter(self, best: Trial, equals: Sequence[Trial], interval: tuple[float, float] | None) -> None:
-        """Warns if samples scattered so far that the choice, or the speed-up, is less certain than on a quiet machine.
-
-        Args:
-            best: the winner.
-            equals: the configs that tie with it.
-            interval: the speed-ups that the noise allows; None if unknown.
-        """
-        scatter = model.spread(best.samples_ms)
-        others = sum(not trial.program or trial.program != best.program for trial in equals)
-        affected = [f"{others} other config{'s' * (others > 1)} may be as fast as the winner"] if others else []
-        if interval is not None and interval[1] > _WIDE * interval[0]:
-            affected.append(f"the speed-up may be anything from {interval_text(interval)}")
-        if affected and scatter > model.BUSY[best.clock or "wall"]:
-            _logger.warning(
-                "%s: the winner's samples scatter by %.0f%%, so %s; for a surer choice, stop what else runs on %s, and "
-                "tune again with QUARANTUNE_ALWAYS_TUNE=1",
-                self._name,
-                100 * scatter,
-                " and ".join(affected),
-                self._key.device,
-            )
 
     def _log_winner(self, best: Trial, tie: Sequence[Config], *, tried: int, is_untuned: bool) -> None:
         """Logs the winner of a sweep, and warns if no config won."""

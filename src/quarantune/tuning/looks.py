@@ -29,7 +29,7 @@ class Verdict(enum.StrEnum):
     """It fails, has lost gain, or has become too slow, in several measurements: tune again, or delete the entry."""
     UNCLEAR = "unclear"
     """The measurements disagree, or scatter too much to accuse the winner."""
-    RETUNED = "retuned"
+    TUNED_AGAIN = "tuned again"
     """It was stale, or only estimated, and a new sweep has replaced it."""
     UNUSED = "unused"
     """No call finds it any more, because the code or the list of configs has changed. It was not measured."""
@@ -101,10 +101,10 @@ def judge(
     then, then_low = _saved_gain(saved, clock)
     if gain >= math.sqrt(then * then_low):  # well within the saved interval
         return Review(Verdict.CURRENT, _works(last), *about, later)
-    # A later run's interval allows for the scatter of two runs. That of the one that was saved counts here.
-    is_excluded = math.log(then / gain) > math.hypot(
-        math.log(later[1] / gain), math.log(then / then_low) / math.sqrt(2)
-    )
+    # A later run's interval allows for the scatter of the mean and of that run. Here two means are compared: the saved
+    # one, of a single sweep, and the present one.
+    now_half = math.log(later[1] / gain) / math.sqrt(len(gains) + 1)
+    is_excluded = math.log(then / gain) > math.hypot(now_half, math.log(then / then_low) / math.sqrt(2))
     if is_excluded and accused is Verdict.STALE:
         how = (
             "the defaults are faster"

@@ -117,7 +117,7 @@ def verify(
     tune: Tune,
     complete: Callable[[CacheKey, JsonObject], None],
     max_loss_percent: float | None = None,
-    retune: bool = False,
+    again: bool = False,
 ) -> VerifyReport:
     """Measures winners again.
 
@@ -128,7 +128,7 @@ def verify(
         tune: tunes for a call of a function now.
         complete: takes the key of a current entry that lacks its program, and the result of `measured_program`.
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
-        retune: whether to measure all configs again if a winner is stale or was only estimated.
+        again: whether to measure all configs again if a winner is stale or was only estimated.
     """
     # A demand of the operator for other numerics gives an entry of its own.
     found = []
@@ -141,7 +141,7 @@ def verify(
         verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
         verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
         if isinstance(verified, tuple):
-            verified = _measured(record, *verified, tune, max_loss_percent, retune=retune, complete=complete)
+            verified = _measured(record, *verified, tune, max_loss_percent, again=again, complete=complete)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
@@ -188,10 +188,10 @@ def _measured(
     tune: Tune,
     max_loss_percent: float | None,
     *,
-    retune: bool,
+    again: bool,
     complete: Callable[[CacheKey, JsonObject], None],
 ) -> Verified:
-    """Measures one winner again, and replaces it by a new sweep if that is due and `retune` is set."""
+    """Measures one winner again, and replaces it by a new sweep if that is due and `again` is set."""
     call, default = keyed.call, keyed.call.own_defaults
     configs = [config, *([default] if default not in (None, config) else [])]
     saved, most = Findings.from_json(record.entry), max_loss_percent or math.inf
@@ -212,7 +212,7 @@ def _measured(
         winner = dataclasses.replace(last.trials[0], config=config)
         complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
     is_estimate = found.verdict is Verdict.CURRENT and saved.is_estimate
-    if not retune or not (is_estimate or found.verdict is Verdict.STALE):
+    if not again or not (is_estimate or found.verdict is Verdict.STALE):
         return found
     try:
         result = tune(call)
@@ -220,7 +220,7 @@ def _measured(
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
-    return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
+    return dataclasses.replace(found, verdict=Verdict.TUNED_AGAIN, reason=reason)
 
 
 def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult | Trial:

@@ -6,12 +6,12 @@ import contextvars
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from quarantune.host.frames import warn
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.options import Search
-from quarantune.values.settings import FIELDS, Settings, parse_setting
+from quarantune.values.settings import FIELDS, REMOVED, Settings, parse_setting
 from quarantune.values.texts import check_options, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,22 +30,20 @@ class SettingKeywords(TypedDict, total=False):
     cache_path: str | Iterable[_Place] | None
     disable_cache: _Flag | None
     always_tune: _Flag | None
-    on_miss: str | None
+    on_miss: Literal["tune", "default", "nearest", "rule", "error"] | None
     version_check: _Flag | None
-    cpu_utilization: float | str | None
-    cpu_count: int | str | None
-    max_cpu_count: int | str | None
+    num_workers: int | str | None
     compile_timeout: float | str | None
     timeout: float | str | None
     memory_limit: int | str | None
-    numerics: str | None
+    numerics: Literal["rounding", "bitwise", "batch_invariant"] | None
     search: str | Search | None
     max_trials: int | str | None
     time_budget: float | str | None
     devices: str | int | Iterable[str | int] | None
     configs_per_worker: int | str | None
-    start_method: str | None
-    isolation: str | None
+    start_method: Literal["auto", "fork", "spawn"] | None
+    isolation: Literal["auto", "process", "compile", "none"] | None
     agree: _Flag | None
     progress: _Flag | None
     record: _Place | Callable[..., None] | None
@@ -85,7 +83,7 @@ class settings:
     """
 
     def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
-        check_options("settings", overrides, FIELDS)
+        check_options("settings", overrides, FIELDS, REMOVED)
         self.values: Mapping[str, Any] = {name: parse_setting(name, name, value) for name, value in overrides.items()}
         self.tuned: set[Any] = set()
 
@@ -163,5 +161,7 @@ def block_of(name: str) -> settings | None:
 @functools.cache
 def _warn_unknown(variable: str) -> None:
     """Warns once of a variable that has no effect; a variable of another version may be set on purpose."""
-    hint = did_you_mean(variable, [_PREFIX + name.upper() for name in FIELDS])
+    instead = REMOVED.get(variable.removeprefix(_PREFIX).lower())
+    near = did_you_mean(variable, [_PREFIX + name.upper() for name in FIELDS])
+    hint = f" Use {_PREFIX}{instead.upper()}." if instead else near
     warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)

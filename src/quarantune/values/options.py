@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, cast, runtime_checkable
 
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_number, is_whole
@@ -182,21 +183,44 @@ _AXES = "the number of the axis with the batch, or a dict of parameters to such 
 class Options:
     """The options of the author of a tuned function; the operator's settings override them.
 
+    The first twelve are those that people use first; `autotune` groups the others.
+
     Attributes:
-        name: the cache file's name; None for the function's own.
         key_fn: takes the function's arguments and returns a JSON-able value that replaces the shapes and dtypes of the
             arrays in the key: calls with the same value share an entry. In `jax.export` it takes symbolic shapes, and
             has to return the same value as for concrete ones, from the dimensions and dtypes that are not symbolic.
         prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
-        warmup: untimed runs per config.
-        rep: at most this many timed samples per config.
+        ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
+            output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
+            may differ.
+        rtol: allowed difference of an element, relative to the expected one. If this, `atol` and `max_mismatched_ratio`
+            are all None, outputs may differ by as much as rounding explains, which is measured. If only some are None,
+            each of these is 1e-2.
+        atol: allowed difference of an element, in addition to `rtol`; for None see `rtol`.
+        numerics: the outputs that may win. `rounding`: those that agree with the reference as far as rounding explains.
+            `bitwise`: only those with the very bits of the defaults' output, so that tuning changes no result.
+            `batch_invariant`: only those whose rows have the same bits whatever batch they are in; see `check_batch`.
+        time_grad: whether to compile, check and time a config together with its gradient with respect to the
+            floating arguments, so that the winner suits training.
+        search: which configs to try: `auto` (all of up to 300 configs, else `surrogate` until its model
+            expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
+            object with the methods of `Search`, which serves one problem.
+        max_trials: the most configs to try, including an interrupted sweep's.
+        time_budget: seconds after which the search tries no further config.
         compile_timeout: seconds for loading, tracing, lowering and compiling one config.
         timeout: seconds for checking and measuring one config, from the moment it holds the device.
-        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
-            the free memory.
-        max_device_memory: the most device memory that the program of a config may take for its arguments, output and
-            intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
-            (`device_oom`), and neither do the defaults.
+        name: the cache file's name; None for the function's own.
+        tables: `package:directory`, results that a package ships; the user's cache comes first.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong if it returns False or
+            raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
+            output is None.
+        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; for None see `rtol`.
+        check_grad: whether gradients must also agree with the gradients of `ref_fn` or of the defaults.
+        check_batch: the axis of the batch in the array arguments, such as 0: a config's output for the first half of
+            the batch alone must have the bits of the same rows in the whole. Arguments whose axis has another length
+            than the first array's have no batch. A dict of parameters to axes names them one by one.
+        warmup: untimed runs per config.
+        rep: at most this many timed samples per config.
         objective: the quantity to minimise: `time`; `energy`, which an NVIDIA GPU takes for a call and which needs the
             extra `quarantune[energy]`; or a function that takes a `Trial` and returns a number, such as
             `lambda t: t.time_ms * t.energy_mj`, with the units of the trial's fields (milliseconds, millijoules). If
@@ -205,71 +229,50 @@ class Options:
         supply: how to make arguments if a call has no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
             and returns them with arrays.
-        ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
-            output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
-            may differ.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong if it returns False or
-            raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
-            output is None.
-        rtol: allowed difference of an element, relative to the expected one. If this and the two below are all None,
-            outputs may differ by as much as rounding explains, which is measured. If only some are None, each of these
-            is 1e-2.
-        atol: allowed difference of an element, in addition to `rtol`; for None see `rtol`.
-        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; for None see `rtol`.
-        check_grad: whether gradients must also agree with the gradients of `ref_fn` or of the defaults.
-        time_grad: whether to compile, check and time a config together with its gradient with respect to the
-            floating arguments, so that the winner suits training.
-        numerics: the outputs that may win. `rounding`: those that agree with the reference as far as rounding explains.
-            `bitwise`: only those with the very bits of the defaults' output, so that tuning changes no result.
-            `batch_invariant`: only those whose rows have the same bits whatever batch they are in; see `check_batch`.
-        check_batch: the axis of the batch in the array arguments, such as 0: a config's output for the first half of
-            the batch alone must have the bits of the same rows in the whole. Arguments whose axis has another length
-            than the first array's have no batch. A dict of parameters to axes names them one by one.
+        devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
+            effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
         fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and fully
             compiles only configs that may win; `full` compiles, and times, all of them.
-        search: which configs to try: `auto` (all of up to 300 configs, else `surrogate` until its model
-            expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
-            object with the methods of `Search`, which serves one problem.
-        max_trials: the most configs to try, including an interrupted sweep's.
-        time_budget: seconds after which the search tries no further config.
         patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
             compiled do not count.
         seed: the same seed and the same trials give the same search.
-        devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
-            effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
-        tables: `package:directory`, results that a package ships; the user's cache comes first.
+        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
+            the free memory.
+        max_device_memory: the most device memory that the program of a config may take for its arguments, output and
+            intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
+            (`device_oom`), and neither do the defaults.
     """
 
-    name: str | None = _option(None, lambda name: isinstance(name, str) and bool(name.strip()), _NAME)
     key_fn: Callable[..., Any] | None = _option(None, *_FUNCTION)
     prune_fn: Callable[..., bool] | None = _option(None, *_FUNCTION)
-    warmup: int = _option(1, *_whole(0))
-    rep: int = _option(20, *_whole(1))
+    ref_fn: Callable[..., Any] | str | None = DEFAULTS
+    rtol: float | None = _option(None, *_DIFFERENCE)
+    atol: float | None = _option(None, *_DIFFERENCE)
+    numerics: Literal["rounding", "bitwise", "batch_invariant"] = _option(ROUNDING, *_NUMERICS)
+    time_grad: bool = _option(False, *_YES_OR_NO)
+    search: str | Search = _option(AUTO, check_search)
+    max_trials: int | None = _option(None, *_whole(1))
+    time_budget: float | None = _option(None, *_DURATION)
     compile_timeout: float = _option(120.0, *_DURATION)
     timeout: float = _option(30.0, *_DURATION)
-    memory_limit: int | str | None = _option(None, parse_memory)
-    max_device_memory: int | str | None = _option(None, functools.partial(parse_memory, least=1))
+    name: str | None = _option(None, lambda name: isinstance(name, str) and bool(name.strip()), _NAME)
+    tables: str | None = _option(None, table_directory)
+    check_fn: Callable[..., bool | None] | None = _option(None, *_FUNCTION)
+    max_mismatched_ratio: float | None = _option(None, *_SHARE)
+    check_grad: bool = _option(False, *_YES_OR_NO)
+    check_batch: int | Mapping[str, int] | None = _option(None, _are_axes, _AXES)
+    warmup: int = _option(1, *_whole(0))
+    rep: int = _option(20, *_whole(1))
     objective: str | Callable[[Trial], float] = _option(
         TIME, lambda it: callable(it) or it in (TIME, ENERGY), f"{TIME!r}, {ENERGY!r}, {_FUNCTION[1]}", "callable"
     )
     supply: str | Callable[..., Any] = _option("auto", lambda it: callable(it) or it in SUPPLIES, _SUPPLY)
-    ref_fn: Callable[..., Any] | str | None = DEFAULTS
-    check_fn: Callable[..., bool | None] | None = _option(None, *_FUNCTION)
-    rtol: float | None = _option(None, *_DIFFERENCE)
-    atol: float | None = _option(None, *_DIFFERENCE)
-    max_mismatched_ratio: float | None = _option(None, *_SHARE)
-    check_grad: bool = _option(False, *_YES_OR_NO)
-    time_grad: bool = _option(False, *_YES_OR_NO)
-    numerics: Literal["rounding", "bitwise", "batch_invariant"] = _option(ROUNDING, *_NUMERICS)
-    check_batch: int | Mapping[str, int] | None = _option(None, _are_axes, _AXES)
+    devices_per_trial: int = _option(1, *_whole(1))
     fidelity: Literal["auto", "full"] = _option(AUTO, lambda it: it in (AUTO, FULL), f"{AUTO!r} or {FULL!r}")
-    search: str | Search = _option(AUTO, check_search)
-    max_trials: int | None = _option(None, *_whole(1))
-    time_budget: float | None = _option(None, *_DURATION)
     patience: int | None = _option(None, *_whole(1))
     seed: int = _option(0, *_whole(0))
-    devices_per_trial: int = _option(1, *_whole(1))
-    tables: str | None = _option(None, table_directory)
+    memory_limit: int | str | None = _option(None, parse_memory)
+    max_device_memory: int | str | None = _option(None, functools.partial(parse_memory, least=1))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -299,7 +302,7 @@ class Options:
     @property
     def device_memory_bytes(self) -> int | None:
         """The most bytes of device memory of a program; None for no bound."""
-        return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
+        return None if self.max_device_memory is None else int(parse_memory(self.max_device_memory, least=1))
 
     @property
     def is_by_time(self) -> bool:
@@ -336,6 +339,8 @@ class ContextualKeywords(TypedDict, total=False):
 
     name: str | None
     key_fn: Callable[..., Any] | None
+    warmup: int
+    rep: int
     compile_timeout: float
     timeout: float
     memory_limit: int | str | None
@@ -365,20 +370,39 @@ class OptionKeywords(ContextualKeywords, total=False):
     check_batch: int | Mapping[str, int] | None
     max_device_memory: int | str | None
     objective: str | Callable[[Trial], float]
-    warmup: int
-    rep: int
 
 
-def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
+def checked_options(caller: str, options: Mapping[str, Any], *, lacking: Mapping[str, str] | None = None) -> Options:
     """Returns the options given to a public function.
 
     Args:
         caller: the name of that function, for the message.
         options: the options by name.
+        lacking: names of options that this function does not have, and the advice for each.
 
     Raises:
         TypeError: `options` has the name of an unknown option.
         ValueError: an option does not accept its value.
     """
-    check_options(caller, options, [field.name for field in dataclasses.fields(Options)])
+    absent = lacking or {}
+    known = [field.name for field in dataclasses.fields(Options) if field.name not in absent]
+    check_options(caller, options, known, absent)
     return Options(**options)
+
+
+def show_options(function: Callable[..., Any], *, lacking: Iterable[str] = (), **defaults: Any) -> None:
+    """Makes `help` and editors show the options of a public function by name, in place of `**options`.
+
+    Args:
+        function: the function, which takes the other options as keyword arguments.
+        lacking: names of options that it does not have.
+        **defaults: other defaults than those of `Options`.
+    """
+    signature = inspect.signature(function)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(field.name, field.default))
+        for field in dataclasses.fields(Options)
+        if field.name not in lacking
+    ]
+    cast("Any", function).__signature__ = signature.replace(parameters=[*own, *options])

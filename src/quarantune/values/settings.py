@@ -92,6 +92,13 @@ def _number(
 _SECONDS = _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
 
 
+def _workers(value: Any) -> int | float:
+    """Returns a number of workers, or a share of the cores as a float."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return _number(above=0, most=100)(value.strip().removesuffix("%")) / 100
+    return int(_number(int, least=1)(value))
+
+
 def _choice(*names: str) -> tuple[Callable[[Any], str], str]:
     def parse(value: Any) -> str:
         name = str(value).strip().lower()
@@ -178,9 +185,8 @@ class Settings:
         always_tune: whether to tune cached calls also, once per process and key.
         on_miss: `tune`, `default`, `nearest`, `rule` or `error`.
         version_check: whether an entry that was made under other versions is a miss.
-        cpu_utilization: the share of the available cores that may compile.
-        cpu_count: how many configs compile at a time; -1 follows `cpu_utilization`.
-        max_cpu_count: the upper bound for `cpu_count`; -1 sets none.
+        num_workers: how many configs compile at a time; a float is a share of the available cores, and None stands
+            for 0.9 of them. Never more than these cores.
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
@@ -212,9 +218,9 @@ class Settings:
     always_tune: bool = _setting(_flag, "0 or 1", False)
     on_miss: str = _setting(*_choice("tune", "default", "nearest", "rule", "error"), "tune")
     version_check: bool = _setting(_flag, "0 or 1", False)
-    cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
-    cpu_count: int = _setting(_number(int, least=-1), "a whole number of workers, or -1 to choose one", -1)
-    max_cpu_count: int = _setting(_number(int, least=-1), "a whole number of workers, or -1 for no bound", -1)
+    num_workers: int | float | None = _setting(
+        _workers, "a whole number of at least 1, or a share of the available cores as in '50%'", unset="auto"
+    )
     compile_timeout: float | None = _setting(*_SECONDS)
     timeout: float | None = _setting(*_SECONDS)
     memory_limit: int | None = _setting(parse_memory, "at least 16 MiB: bytes, or a number with a unit as in '8GB'")
@@ -249,6 +255,8 @@ class Settings:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+REMOVED = dict.fromkeys(("cpu_count", "cpu_utilization", "max_cpu_count"), "num_workers")
+"""Settings that do not exist any more, and the setting to use in place of each."""
 
 
 def parse_setting(name: str, label: str, value: Any) -> Any:

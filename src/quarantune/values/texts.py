@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 _MOST_SHOWN = 80
@@ -26,13 +27,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {folded[close[0]]!r}?" if close else ""
 
 
-def check_options(caller: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_options(
+    caller: str, given: Iterable[str], known: Collection[str], removed: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Checks that a public function has the options that its caller gives.
+
+    Args:
+        caller: the function's name.
+        given: the names of the given options.
+        known: the names of its options.
+        removed: for names of former options, the advice in place of the list of all options.
 
     Raises:
         TypeError: the function lacks one of the options.
     """
     if unknown := [name for name in given if name not in known]:
+        if unknown[0] in removed:
+            raise TypeError(f"{caller}() has no option {unknown[0]!r}: use {removed[unknown[0]]}")
         hint = did_you_mean(unknown[0], known)
         raise TypeError(f"{caller}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
 

@@ -412,6 +412,13 @@ def pruned_trial(config: Config) -> Trial:
     return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn dropped it")
 
 
+def failed_text(trials: Sequence[Trial]) -> str:
+    """Returns that no config of a sweep has worked, for a line of a display."""
+    which = "the only config" if len(trials) == 1 else f"all {len(trials):,} configs"
+    is_pruned = trials and all(trial.outcome is Outcome.PRUNED for trial in trials)
+    return f"prune_fn dropped {which}" if is_pruned else f"{which} failed"
+
+
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     """Returns how many trials ended in each outcome that occurred."""
     return dict(collections.Counter(trial.outcome.value for trial in trials))

@@ -404,7 +404,7 @@ class Bench:
 
         Args:
             programs: the programs.
-            budget_s: seconds after which a few rounds must do; None for the usual time of a final.
+            budget_s: the most seconds of rounds, after the least that a result needs; None for the usual time.
 
         Returns:
             The samples of each program in milliseconds, one per round. And the samples with warm device caches, because

@@ -223,7 +223,7 @@ class TestReusedWorkers:
         if request.param == "together":
             monkeypatch.setattr(choosing, "without_device", lambda *_, **__: None)
             monkeypatch.setattr(base, "_CPU_PARKED", 1)  # so that configs follow one another in one worker
-            monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
+            monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "1")
         return str(request.param)
 
     @pytest.fixture

@@ -60,7 +60,7 @@ def test_a_memory_bound_drops_the_configs_above_it_unrun(
     refused = {trial.config["copies"]: trial for trial in result.trials if trial.outcome is Outcome.DEVICE_OOM}
     assert list(refused) == [64]
     assert (refused[64].phase, refused[64].time_ms) == (Phase.COMPILE, None)
-    assert f"needs {needed[64]:,} bytes of device memory, over max_device_memory of {needed[1]:,}" in (
+    assert f"needs {needed[64]:,} bytes of device memory, over max_device_memory of {needed[1]:,} bytes" in (
         refused[64].message
     )
     assert set(log.read_text().split()) == {"1"}

@@ -129,7 +129,7 @@ class Limited:
             "JAX_PLATFORMS": "cpu",
             "QUARANTUNE_CACHE_DIR": str(self.place / "cache"),
             "TMPDIR": str(self.place),
-            "QUARANTUNE_CPU_COUNT": "2",
+            "QUARANTUNE_NUM_WORKERS": "2",
             MARK: self.mark,
             **settings,
         }

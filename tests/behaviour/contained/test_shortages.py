@@ -257,5 +257,5 @@ def test_a_limit_that_no_worker_keeps_is_refused(tmp_path: Path, cache_dir: Path
     assert trials == "2"
     assert len(refusals) == 6
     for refusal in refusals:
-        found = re.search(r"memory_limit=150,000,000 bytes is too little: a worker holds (3[0-9,]{10}) bytes", refusal)
+        found = re.search(r"memory_limit=150.00 MB is too little: a worker holds (3[0-9]{2}\.[0-9]{2}) MB", refusal)
         assert found, refusal

@@ -227,7 +227,7 @@ def test_each_kernel_of_a_function_gets_its_share_of_the_trials() -> None:
 
     one, two = kernel("one"), kernel("two")
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None, max_trials=7, search="random", name="whole")
+    @quarantune.contextual_autotune(rep=1, ref_fn=None, max_trials=7, search="random", name="whole")
     def whole(x: Any) -> Any:
         return two(one(x))
 

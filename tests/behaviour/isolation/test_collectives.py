@@ -129,7 +129,7 @@ def test_finding_the_named_axes_tunes_no_kernel(run_script: Callable[..., None])
         def double(x, n: int = 1):
             return 2 * x
 
-        summed = quarantune.contextual_autotune(jax.jit(lambda x: jax.lax.psum(double(x), "i")), n_repeat=1)
+        summed = quarantune.contextual_autotune(jax.jit(lambda x: jax.lax.psum(double(x), "i")), rep=1)
         mesh = Mesh(np.array(jax.devices()), ("i",))
         per_shard = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P("i"), out_specs=P()))
         np.testing.assert_array_equal(per_shard(X), 2 * X.reshape(4, 2, 4).sum(0))

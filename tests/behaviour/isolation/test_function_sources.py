@@ -166,7 +166,7 @@ for number, cell in enumerate(({DEFINE!r}, {KERNEL!r}, "agree(kernel, 3)", again
     exec(compile(cell, file, "exec"), vars(main))
 print(main.kernel)
 """
-    assert run(tmp_path, script, shared) == "<autotuned __main__.kernel>\n"
+    assert run(tmp_path, script, shared) == "<Autotuned __main__.kernel: 1 config of n>\n"
 
 
 @pytest.mark.slow

@@ -331,7 +331,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int
         y = jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x) if n == 0 else x
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), y) * 0
 
-    with in_this_process, quarantune.settings(cache_dir=tmp_path, cpu_count=3):
+    with in_this_process, quarantune.settings(cache_dir=tmp_path, num_workers=3):
         result = quarantune.AutoTuner(powers, {"n": [1, 300, 0]}, rep=2).run(jnp.ones((400, 400)))
     assert ends(result.trials) == ["ok", "ok", "ok"], result.table()
     assert {n: outcomes[-1] for n, outcomes in seen[0].items()} == {300: "not_run", 1: "not_run", 0: "lost"}

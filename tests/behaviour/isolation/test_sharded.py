@@ -170,7 +170,7 @@ def test_calls_look_up_the_kernels_that_a_jit_tuned(run_script: Callable[..., No
         def kernel(x, n: int = 1):
             return x * n / n
 
-        whole = quarantune.contextual_autotune(jax.jit(lambda x: kernel(x) + 1), n_repeat=1)
+        whole = quarantune.contextual_autotune(jax.jit(lambda x: kernel(x) + 1), rep=1)
         x = place(X, jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,)), "a")
         result = whole.tune(x)
         assert '"explicit":["a"]' in result.kernels[0].key, result.kernels

@@ -348,7 +348,7 @@ def test_a_silent_claim_from_another_time_is_taken_over(
 
 
 def test_a_sweep_measures_trials_with_wrong_types_again(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "2")
 
     def times(x: Any, n: int = 1) -> Any:
         return x * n

@@ -150,7 +150,7 @@ def test_a_tuner_without_defaults_names_the_setting_to_change() -> None:
     tuner = quarantune.AutoTuner(lambda x, n: x * n, CONFIGS, name="bare", rep=1)
     with quarantune.settings(on_miss="default"), pytest.raises(CacheMissError) as caught:
         tuner.run(X)
-    assert str(caught.value).endswith("tune it with QUARANTUNE_ON_MISS=tune, or give its tunables defaults")
+    assert str(caught.value).endswith("QUARANTUNE_ON_MISS=tune, or give its tunables defaults")
 
 
 def test_a_miss_names_the_setting_that_lets_the_call_run() -> None:

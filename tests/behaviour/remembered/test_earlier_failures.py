@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 def test_a_config_that_failed_at_another_shape_runs_last(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two compiles at once have no fixed order
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "1")  # two compiles at once have no fixed order
     notes = str(tmp_path / "notes")
 
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=deadline_s(4.0), ref_fn=None)

@@ -269,11 +269,11 @@ def test_verify_measures_what_was_only_estimated(
     with quarantune.settings(isolation="none"):
         assert main([*command, "--json"]) == 0
         (seen,) = json.loads(capsys.readouterr().out)["entries"]
-        assert Findings.from_json(entry()).is_estimate, "without --retune, nothing is saved"
-        assert main([*command, "--retune"]) == 0
+        assert Findings.from_json(entry()).is_estimate, "without --again, nothing is saved"
+        assert main([*command, "--again"]) == 0
     assert (seen["verdict"], seen["config"], seen["saved_time_ms"]) == ("current", {"n": 2}, None)
     assert 0 < seen["time_ms"] < seen["default_time_ms"]
-    assert "retuned: " in capsys.readouterr().out
+    assert "tuned again: " in capsys.readouterr().out
     assert not Findings.from_json(entry()).is_estimate
     assert entry()["time_ms"] > 0
 

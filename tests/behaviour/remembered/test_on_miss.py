@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cached_functions import CONFIGS, X, cache_file, edit, one_warning, scaled
 
 import quarantune
 from quarantune import CacheMissError
+from quarantune.cli.entry_point import main
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -50,6 +54,58 @@ def test_on_miss_error_reports_an_empty_cache_with_a_remedy(
     monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", "1")
     with pytest.raises(CacheMissError, match="the cache is off"):
         scaled(name)(X)
+
+
+KERNELS = """
+import jax, quarantune
+
+
+@quarantune.autotune({"n": [1]}, ref_fn=None, rep=1)
+@jax.jit(static_argnames=["mode", "n"])
+def scale(x, y, mode="plain", *, factor=2.0, n: int = 1):
+    return x * factor + y.sum()
+
+
+@quarantune.autotune({"n": [1]}, ref_fn=None, rep=1)
+@jax.jit(static_argnames=["n"])
+def of_tree(tree, n: int = 1):
+    return tree["x"]
+"""
+
+
+def test_a_miss_prints_the_command_that_tunes_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"missed_{abs(hash(tmp_path))}"
+    (tmp_path / f"{module}.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels = importlib.import_module(module)
+    args = (jnp.ones((4, 8), jnp.bfloat16), np.ones(3, np.int32))
+
+    def missed(fn: Any, *args: Any, **kwargs: Any) -> str:
+        with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError) as caught:
+            fn(*args, **kwargs)
+        return str(caught.value)
+
+    text = missed(kernels.scale, *args, factor=3.0, mode="fast")
+    command = re.search(r"tune it by `(.*?)`, or with QUARANTUNE_ON_MISS=tune", text)
+    assert command, text
+    assert command[1] == f"quarantune tune {module}:scale --args 'bf16[4,8] s32[3] mode=fast factor=3.0'"
+    assert main(shlex.split(command[1])[1:]) == 0, capsys.readouterr()
+    with quarantune.settings(on_miss="error"):
+        kernels.scale(*args, factor=3.0, mode="fast")
+    assert f"quarantune tune {module}:of_tree --inputs MODULE:FUNCTION" in missed(kernels.of_tree, {"x": args[0]})
+    assert "quarantune tune" not in missed(scaled("local"), X), "no command can name a function in a function"
+
+
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_CACHE_PATH names")
+def test_a_miss_names_directories_that_are_not_there(name: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    path = [tmp_path / "here", tmp_path / "gone"]
+    with quarantune.settings(on_miss="error", cache_path=path), pytest.raises(CacheMissError) as caught:
+        scaled(name)(X)
+    assert f"(QUARANTUNE_CACHE_PATH names {str(path[1])!r}, which is not there)" in str(caught.value)
 
 
 def test_on_miss_error_names_the_nearest_entrys_differences(name: str, cache_dir: Path) -> None:

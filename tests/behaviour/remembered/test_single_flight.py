@@ -131,7 +131,7 @@ class Member:
                 **os.environ,
                 MARK: self.mark,
                 "PYTHONPATH": os.pathsep.join([str(home), *sys.path]),
-                "QUARANTUNE_CPU_COUNT": "2",  # more CPUs let more configs wait for measurement
+                "QUARANTUNE_NUM_WORKERS": "2",  # more CPUs let more configs wait for measurement
             },
             text=True,
         )

@@ -8,6 +8,7 @@ from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import quarantune
 from quarantune import Autotuned, AutoTuner, TuningResult
@@ -25,6 +26,12 @@ def untyped(x: jax.Array, block: int = 1, mode: str = "a") -> jax.Array:
     return x
 
 
+@quarantune.autotune({"block": [1, 2]})
+@quarantune.jit(static_argnames=["block"])
+def matmul(a: jax.Array, b: jax.Array, block: int = 1) -> jax.Array:
+    return a @ b
+
+
 class Layer:
     @quarantune.autotune({"block": [1, 2]})
     @quarantune.jit(static_argnames=["self", "block"])
@@ -37,7 +44,7 @@ def model(x: jax.Array) -> jax.Array:
     return scale(x)
 
 
-@quarantune.contextual_autotune(n_repeat=3, timeout=5)
+@quarantune.contextual_autotune(rep=3, timeout=5)
 def model_with_options(x: jax.Array) -> jax.Array:
     return scale(x)
 
@@ -57,6 +64,12 @@ assert_type(model(x), jax.Array)
 assert_type(model_with_options(x), jax.Array)
 untyped(x, block=3, mode="b")
 untyped.tune(x)
+array, described = np.ones(4, np.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
+assert_type(scale.tune(described), TuningResult)
+assert_type(scale.tune(array, 2.0), TuningResult)
+assert_type(matmul.tune(x, described), TuningResult)
+found: dict[str, Any] | None = matmul.lookup(array, array)
+model.tune(described)
 Layer().apply.tune(x)
 gradient = jax.jit(jax.grad(lambda x: scale(x).sum()))
 
@@ -67,5 +80,5 @@ def use(kernel: Autotuned[..., jax.Array], executor: ThreadPoolExecutor) -> None
     AutoTuner(plain, lambda x: [{"block": n} for n in range(4)], rep=5).run(x)
     AutoTuner(plain, ({"block": n} for n in range(4))).run(x, executor=executor)
     AutoTuner(plain, quarantune.grid(block=[1, 2])).run(x)
-    with quarantune.settings(timeout=5, cache_dir=Path("here"), on_miss="default", always_tune=True, devices="0,2"):
+    with quarantune.settings(timeout=5, cache_dir=Path("here"), on_miss="default", always_tune=True, num_workers="50%"):
         quarantune.tune_many([(scale, (x,))], executor=executor)

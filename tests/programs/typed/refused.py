@@ -50,4 +50,9 @@ quarantune.AutoTuner(scale, {"block": [1]}, serach="random")  # refused
 quarantune.AutoTuner(scale, {"block": [1]}, rep="many")  # refused
 quarantune.settings(timout=5)  # refused
 quarantune.settings(cache_dir=3)  # refused
+quarantune.settings(on_miss="never")  # refused
+quarantune.settings(isolation="docker")  # refused
+quarantune.settings(cpu_count=2)  # refused
+quarantune.contextual_autotune(n_repeat=2)  # refused
+scale.tune("text")  # refused
 quarantune.settings(executor="threads")  # refused

@@ -235,14 +235,27 @@ def test_the_nearest_entry_gives_only_configs_the_call_has(tmp_path: Path, confi
     store_winner(tmp_path, fn, 5, X[:5])  # the nearest, but in no list for `x`
     store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # also in no list
     with on_path(tmp_path, on_miss="nearest"):
-        with pytest.warns(CacheWarning, match="running with its defaults"):
+        with (
+            pytest.warns(CacheWarning, match="running with its defaults"),
+            pytest.warns(CacheWarning, match="does not use the nearest entry: .* has the config") as why,
+        ):
             fn(x)
+        assert any("not among the call's configs" in str(each.message) for each in why)
         with pytest.raises(CacheMissError):
             quarantune.AutoTuner(fn, configs, name=name, **given).run(x)
         store_winner(tmp_path, fn, 4, X[:6])
         with pytest.warns(CacheWarning, match=r'"shape":\[6\]|"rows":6'):
             result = quarantune.AutoTuner(fn, configs, name=name, **given).run(x)
         assert (result.best_config, result.from_cache) == ({"n": 4}, "nearest")
+
+
+def test_a_near_config_that_prune_fn_drops_is_refused_by_name(tmp_path: Path) -> None:
+    fn = kernel("choosy", prune_fn=lambda config, x, mode: config["n"] < 3, configs=[{"n": 1}, {"n": 2}, {"n": 3}])
+    store_winner(tmp_path, fn, 3, X[:4])
+    store_winner(tmp_path, fn, 2, X[:3])
+    says = r'"shape":\[3\].*refused: .*"shape":\[4\].* n=3, which prune_fn drops'
+    with on_path(tmp_path, on_miss="nearest"), pytest.warns(CacheWarning, match=says):
+        fn(X[:5])
 
 
 def test_another_kind_of_device_is_never_the_nearest(tmp_path: Path) -> None:

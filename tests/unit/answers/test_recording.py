@@ -386,7 +386,7 @@ def test_a_program_needs_no_tuning_after_its_record_is_tuned(tmp_path: Path) -> 
     assert ends == ["tuned"] * (len(ends) - 1) + ["tuned before"], "two sizes share a key"
     program("tuned", QUARANTUNE_ON_MISS="error")
 
-    code, out, _ = command("tune", "program.py:add", "--recorded", "recorded", "--force", cwd=tmp_path, **two)
+    code, out, _ = command("tune", "program.py:add", "--recorded", "recorded", "--again", cwd=tmp_path, **two)
     assert (code, len(out.splitlines())) == (0, 4)
     assert out.endswith("3 calls recorded in 'recorded': 3 tuned\n")
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -418,11 +419,55 @@ def test_a_callable_takes_the_call_with_shapes_for_arrays() -> None:
     assert set(calls) == {(jax.ShapeDtypeStruct((size,), jnp.float32), "a") for size in (4, 3)}
 
 
+def test_help_shows_every_option_by_name_the_common_ones_first() -> None:
+    names = [field.name for field in dataclasses.fields(Options)]
+    shown = inspect.signature(quarantune.autotune).parameters
+    assert list(shown) == ["configs", *names]
+    assert shown["timeout"].default == Options().timeout
+    assert list(inspect.signature(quarantune.AutoTuner).parameters) == ["fn", "configs", "on_progress", *names]
+    contextual = inspect.signature(quarantune.contextual_autotune).parameters
+    assert (contextual["rep"].default, "prune_fn" in contextual, "numerics" in contextual) == (5, False, True)
+    text = inspect.getdoc(quarantune.autotune) or ""
+    listed = re.findall(r"^- `(\w+)`:", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(names)
+    first = text.partition("Advanced")[0]
+    assert [name for name in listed if f"- `{name}`:" in first] == names[:12]
+
+
+def test_tuners_print_what_they_are(tmp_path: Path) -> None:
+    fn = choosy(name="kernels.scale")
+    assert repr(fn) == "<Autotuned kernels.scale: 2 configs of n>"
+    assert repr(quarantune.AutoTuner(fn, lambda x: [{"n": 2}], name="s")) == "<AutoTuner s: configs made for each call>"
+    assert repr(quarantune.contextual_autotune(lambda x: x, name="f")) == "<Contextual f: the kernels that it calls>"
+    assert repr(quarantune.TuningCache(tmp_path)) == f"TuningCache({str(tmp_path)!r})"
+    assert not {"forget", "function", "result"} & set(dir(fn))
+    assert {"tune", "lookup", "default", "tune_for", "fit", "options"} <= set(dir(fn))
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("call", ["call", "tune", "lookup", "method"])
+def test_a_missing_argument_names_the_function_and_hides_our_frames(call: str) -> None:
+    @quarantune.autotune([{"n": 1}], name="kernels.add")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def add(x: Any, y: Any, *, scale: float = 1.0, n: int = 1) -> Any:
+        return x + y
+
+    called = {"call": add, "tune": add.tune, "lookup": add.lookup, "method": add.__get__(X)}[call]
+    given = () if call == "method" else (X,)
+    with pytest.raises(TypeError) as caught:
+        called(*given)
+    assert str(caught.value) == "kernels.add: missing a required argument: 'y': it takes (x, y, scale=1.0)"
+    (own,) = [frame for frame in caught.traceback if frame.path == Path(__file__)]
+    rest = [frame for frame in caught.traceback if frame is not own]
+    assert [str(frame.path) for frame in rest if frame.name != "__call__"] == []
+    assert len(rest) <= (call == "method")
+
+
 def test_editors_know_every_option() -> None:
     assert OptionKeywords.__annotations__.keys() == Options.__annotations__.keys()
     assert typing.get_type_hints(OptionKeywords) == typing.get_type_hints(Options)
     only_autotune = OptionKeywords.__annotations__.keys() - ContextualKeywords.__annotations__.keys()
-    assert only_autotune == {"max_device_memory", "check_batch", "objective", "prune_fn", "warmup", "rep"}
+    assert only_autotune == {"max_device_memory", "check_batch", "objective", "prune_fn"}
     assert SettingKeywords.__annotations__.keys() == Settings.__annotations__.keys()
 
 
@@ -470,8 +515,11 @@ def test_an_error_in_prune_fn_reaches_only_that_calls_caller(sweeps: list[str]) 
         return True
 
     fn = choosy(prune_fn=prune)
-    with pytest.raises(KeyError, match="a bug in prune_fn"):
+    with pytest.raises(KeyError, match="a bug in prune_fn") as caught:
         fn(X)
+    (note,) = caught.value.__notes__
+    assert note.startswith("prune_fn of ")
+    assert note.endswith(" raised this for the config n=1")
     assert sweeps == []
     broken.clear()
     np.testing.assert_array_equal(fn(X), X * 2)
@@ -584,7 +632,7 @@ def shaped(**options: Any) -> quarantune.Autotuned:
 def around_shaped() -> Any:
     inner = shaped(name="inner")
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @quarantune.contextual_autotune(rep=1, ref_fn=None)
     @jax.jit(static_argnames=["shape"])
     def outer(x: Any, shape: Any) -> Any:
         return inner(x, shape)
@@ -803,7 +851,7 @@ def test_a_script_is_named_after_its_file(tmp_path: Path, cache_dir: Path) -> No
             """
         )
     )
-    assert python(script).strip() == "<autotuned some_script.kernel>"
+    assert python(script).strip() == "<Autotuned some_script.kernel: 1 config of n>"
 
 
 # --- travelling ---------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_clearing_a_function_forgets_its_failure_in_memory(cache_dir: Path) -> N
 def test_clearing_forgets_estimates_and_contextual_choices(cache_dir: Path) -> None:
     inner = tuned("inner")
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None, name="outer")
+    @quarantune.contextual_autotune(rep=1, ref_fn=None, name="outer")
     @jax.jit
     def outer(x: Any) -> Any:
         return inner(x) + 1

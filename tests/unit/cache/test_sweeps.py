@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import pytest
 from aftermath import eventually
-from browser import CHROMEDRIVER, CHROMIUM, MISSING, browser
+from browser import AXE, CHROMEDRIVER, CHROMIUM, MISSING, NO_AXE, browser
 from helpers import child_environ, python
 
 import quarantune
@@ -363,3 +363,20 @@ def test_a_browser_loads_the_page_again_until_the_end(cache_dir: Path, tmp_path:
         assert window.complaints() == []
         page.write_text(render([unfinished.data_of(only(cache_dir))]))
         assert eventually(lambda: window.run("return document.getElementById('pause').hidden"))
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason=MISSING)
+@pytest.mark.skipif(not AXE.exists(), reason=NO_AXE)
+@pytest.mark.parametrize("ended", [0, 2, 4])
+def test_axe_finds_nothing_on_a_page_that_is_watched(cache_dir: Path, tmp_path: Path, ended: int) -> None:
+    begun(cache_dir, ended=ended, default={"n": 0})
+    page = tmp_path / "page.html"
+    with running(cache_dir), browser(tmp_path) as window:
+        page.write_text(render([unfinished.data_of(only(cache_dir))], reload_s=1000))
+        for width in (390, 1440):
+            window.size(width, 900)
+            window.open(page)
+            assert window.barriers() == []
+            window.click("#theme")
+            assert window.barriers() == []

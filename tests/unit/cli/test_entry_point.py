@@ -64,7 +64,7 @@ if __name__ == "__main__":
 """
 
 OTHERS = """
-@quarantune.contextual_autotune(n_repeat=1)
+@quarantune.contextual_autotune(rep=1)
 def layer(x, y):
     return scale(x, y)
 
@@ -156,7 +156,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("help cache prun", "Did you mean 'prune'"),
         ("--verson", "quarantune: there is no option '--verson'. Did you mean '--version'?"),
         ("--json cache list", "Options of a command follow it"),
-        ("tune --forc", "quarantune tune: there is no option '--forc'. Did you mean '--force'?"),
+        ("tune --agan", "quarantune tune: there is no option '--agan'. Did you mean '--again'?"),
         ("tune K:scale --arg f32[8]", "Did you mean '--args'?"),
         ("cache list --jsn", "quarantune cache list: there is no option '--jsn'. Did you mean '--json'?"),
         ("report kernels.scale -p", "there is no option '-p' (see quarantune report --help)"),
@@ -226,6 +226,16 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache export out nothing", "nothing is cached for 'nothing'"),
         ("cache export out --device H20", "Did you mean 'H200'"),
         ("cache prune --older-than soon", "as 90d, 12h or 30m"),
+        ("cache rm", "quarantune cache rm: NAME is missing: functions by their names in the cache"),
+        ("cache diff", "DIR is missing: the other cache directory"),
+        ("tune K:scale --args", "--args needs a value: the arguments of one call"),
+        ("report kernels.scale -o", "--output needs a value: the file"),
+        ("run K:scale --args f32[8]", "--config is missing: the config"),
+        ("cache rm kernels.scal", "Did you mean 'kernels.scale'"),
+        ("cache rm kernels.scale --device H20", "Did you mean 'H200'"),
+        ("check K:scale --args f32[8],f32[8] --target cpu --num-workers none", "as in '50%'"),
+        ("run K:scale --args f32[8],f32[8] --config {} --timeout 0", "number of seconds above 0"),
+        ("tune K:scale --args f32[8],f32[8] --force", "there is no option '--force'. Use --again "),
         ("cache verify K:plain", "put @quarantune.autotune(configs) on it"),
         ("cache path --json", "there is no option '--json'"),
         ("report kernels.scal", "Did you mean 'kernels.scale'"),
@@ -333,7 +343,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         if (handler := parser.get_default("run")) and handler != "help:help":  # `help` shows another command's help
             handlers.add(handler)
     assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse breaks none of these lines
-    assert len(handlers) == 17
+    assert len(handlers) == 18
     for handler in handlers:
         module, _, name = handler.partition(":")
         assert callable(getattr(importlib.import_module(f"quarantune.cli.{module}"), name))
@@ -457,6 +467,33 @@ def test_damage_is_found_and_named(run: Run, filled: Store) -> None:
     assert filled.path("kernels.norm").read_text() == "{"
 
 
+def test_bad_results_are_removed_by_name_device_and_call(run: Run, filled: Store) -> None:
+    def left() -> set[tuple[str, str, str]]:
+        return {(it["function"], it["device"], it["key"]) for it in json.loads(run("cache", "list", "--json")[1])}
+
+    before = left()
+    trials = filled.directory / "kernels.scale.trials"
+    for key in ("a", "b", "unfinished"):
+        Journal(filled.directory, "kernels.scale", "H200", key).append({"trial": key})
+    chosen = ["cache", "rm", "kernels.scale", "--device", "H200", "--call", "x *[1,8]"]
+    code, out, _ = run(*chosen, "--dry-run")
+    assert (code, out.splitlines()[-1], left()) == (0, "1 result would be removed", before)
+    assert run(*chosen, "--json")[0] == 0
+    assert before - left() == {("kernels.scale", "H200", "a")}
+    assert len(list(trials.iterdir())) == 2, "the trials of other calls stay"
+    code, out, _ = run(*chosen)
+    assert (code, out) == (1, "0 results removed\n")
+
+    code, out, _ = run("cache", "rm", "kernels.scale")
+    assert (code, out.splitlines()[-1]) == (0, "2 results removed")
+    assert left() == {("kernels.norm", "H200", "c")}
+    assert not list(trials.iterdir()), "also the sweeps without a result are gone"
+    Journal(filled.directory, "kernels.other", "H200", "a").append({"trial": "a"})
+    code, out, _ = run("cache", "rm", "kernels.*", "--json")
+    assert (code, json.loads(out)["functions"]) == (0, ["kernels.norm", "kernels.other"])
+    assert left() == set()
+
+
 def test_old_results_are_pruned_with_their_trials(run: Run, filled: Store) -> None:
     for key in ("a", "unfinished"):
         Journal(filled.directory, "kernels.scale", "H200", key).append({"trial": key})
@@ -575,7 +612,7 @@ def test_unwritable_messages_leave_output_and_code_alone(redirections: str) -> N
 def test_all_calls_are_tuned_though_the_output_is_unwritable(run: Run, kernels: str) -> None:
     Path("calls.txt").write_bytes(b"\xef\xbb\xbff32[8] f32[8]\r\nf32[16] f32[16]\r\n")
     for redirections in (">/dev/full", ">&-"):
-        done = under_shell(f"tune {kernels}:scale --shapes calls.txt --force", redirections)
+        done = under_shell(f"tune {kernels}:scale --shapes calls.txt --again", redirections)
         assert done.returncode == 1
         assert "the output cannot be written (" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
@@ -724,7 +761,7 @@ def test_searches_are_compared_on_recorded_trials(run: Run, tmp_path: Path) -> N
     journal = Journal(tmp_path, "space", "cpu", "key")
     for n in range(12):
         journal.append({"trial": {"config": {"n": n}, "outcome": "ok", "time_ms": 1.0 + n}})
-    command = ["replay", tmp_path / "space.trials", "--search", "random", "exhaustive", "--seeds", "3"]
+    command = ["replay", tmp_path / "space.trials", "--search", "random", "--search", "exhaustive", "--seeds", "3"]
     code, out, _ = run(*command)
     assert code == 0
     assert out.startswith("12 configs, 0% of them fail; best 1 ms;")
@@ -775,7 +812,7 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
     code, out, _ = run("tune", f"{kernels}:scale", "--args", "f32[8,128] f32[128]", "--json")
     [known] = json.loads(out)
     assert known["from_cache"] is True
-    code, out, _ = run("tune", f"{kernels}:scale", "--args", "f32[8,128] f32[128]", "--force", "--json")
+    code, out, _ = run("tune", f"{kernels}:scale", "--args", "f32[8,128] f32[128]", "--again", "--json")
     [again] = json.loads(out)
     assert (code, again["from_cache"], sum(again["outcomes"].values())) == (0, False, 2)
     assert again.keys() == known.keys()
@@ -796,7 +833,8 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
     assert re.search(r"\n4 results looked at: \d \w+", run("cache", "verify", f"{file.name}:scale")[1])
     code, out, _ = run("cache", "verify", f"{file.name}:scale", "--json")
     assert code in (0, 1)  # two configs do the same, so that either may be faster now
-    assert {it["kernel_type"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}
+    assert {it["function"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}
+    assert all(it.keys() >= {"function", "device", "key", "verdict"} for it in json.loads(out)["entries"])
 
 
 @pytest.mark.slow

@@ -113,23 +113,11 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
 
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
-    ("utilization", "count", "max_count", "expected"),
-    [
-        (0.9, -1, -1, 7),
-        (0.95, -1, -1, 8),
-        (0.01, -1, -1, 1),
-        (1.0, -1, 3, 3),
-        (0.9, 5, -1, 5),
-        (0.9, 50, -1, 8),
-        (0.9, 5, 2, 2),
-        (1, 0, 0, 8),
-    ],
+    ("wanted", "expected"),
+    [(None, 7), (0.95, 8), (0.01, 1), (0.5, 4), (1.0, 8), (1, 1), (5, 5), (50, 8)],
 )
-def test_compile_slots_never_exceed_the_cores_or_the_bound(
-    utilization: float, count: int, max_count: int, expected: int, tmp_path: Path
-) -> None:
-    slots = machine.compile_slots(utilization=utilization, count=count, max_count=max_count, root=tmp_path)
-    assert slots == expected
+def test_compile_slots_never_exceed_the_cores(wanted: int | float | None, expected: int, tmp_path: Path) -> None:
+    assert machine.compile_slots(wanted, root=tmp_path) == expected
 
 
 MEMINFO = {"proc/meminfo": "MemTotal:       20000000 kB\nMemFree: 1 kB\nMemAvailable:   10000000 kB\n"}

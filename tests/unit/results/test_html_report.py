@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
-from helpers import ROOT
+from browser import AXE, CHROMEDRIVER, CHROMIUM, MISSING, NO_AXE, Browser, browser
 
 import quarantune
 from quarantune.results import html_report, times
@@ -752,12 +751,9 @@ def test_screen_readers_find_names_tables_and_text_for_charts(window: Browser, t
     assert ("columnheader", "BM") in [(role, name.strip(" ↕↑")) for role, name in found]
 
 
-AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-
-
 @needs_browser
 @pytest.mark.clients
-@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core (npm install axe-core)")
+@pytest.mark.skipif(not AXE.exists(), reason=NO_AXE)
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_axe_finds_nothing(window: Browser, tmp_path: Path, width: int, is_dark: bool) -> None:
@@ -768,9 +764,7 @@ def test_axe_finds_nothing(window: Browser, tmp_path: Path, width: int, is_dark:
         if is_dark:
             window.click("#theme")
         window.click("#table tbody button.open")
-        window.run(f"{AXE.read_text(encoding='utf-8')}; window.axe = axe;")
-        found = "return axe.run().then(({ violations }) => violations.map((it) => [it.id, it.nodes[0].html]))"
-        assert window.run(found) == []
+        assert window.barriers() == []
 
 
 @needs_browser

@@ -185,7 +185,7 @@ def test_a_worker_survives_an_exception_a_fresh_one_repeated(tmp_path: Path, mon
     # A CPU would give each config a new compile worker.
     monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
-    monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "1")  # one at a time
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     configs = ["good", *(f"refuse {i}" for i in range(6)), "first only", "good too"]
     with nothing_is_left():

@@ -66,7 +66,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
 def test_kernels_are_tuned_in_turn_with_the_others_at_their_best() -> None:
     first, second = kernel("first", {"ms": [255, 3]}), kernel("second", {"ms": [52, 100, 2]})
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(rep=2)
     def both(x: Any) -> Any:
         return second(first(x))
 
@@ -92,7 +92,7 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     maker = kernel("maker", {"ms": [0, 30]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
     taker = kernel("taker", {"ms": [150]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def both(x: Any) -> Any:
         return taker(maker(x))
 
@@ -107,7 +107,7 @@ def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     # Each shape has another quick config.
     shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 50))
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(rep=2)
     def twice(x: Any) -> Any:
         return shaped(shaped(x)), shaped(jnp.concatenate([x, x]))
 
@@ -123,7 +123,7 @@ def test_an_inner_kernel_is_tuned_for_the_shape_it_gets() -> None:
     inner = kernel("inner", {"ms": [40, 1]})
     outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 160 / ms))
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(rep=2)
     def nested(x: Any) -> Any:
         return outer(x) + 0
 
@@ -145,7 +145,7 @@ def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> N
     def add(x: Any, *, offset: int) -> Any:
         return jax.jit(lambda x: quick(slow(x)))(x) + offset  # traces of an inner jit must not persist
 
-    tuned = quarantune.contextual_autotune(n_repeat=3)(
+    tuned = quarantune.contextual_autotune(rep=3)(
         functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
     )
     assert tuned.default(X, offset=100)[0] == 101
@@ -163,7 +163,7 @@ def test_programs_compile_ahead_and_name_their_kernels() -> None:
     ahead = kernel("ahead", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
     inner = jax.jit(lambda x: ahead(x))  # JAX traces it once for each assignment
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     @functools.partial(jax.jit, static_argnames=["twice"])
     def whole(x: Any, *, twice: bool) -> Any:
         return inner(x) + (inner(jnp.concatenate([x, x]))[: x.size] if twice else 0)
@@ -178,7 +178,7 @@ def test_programs_compile_ahead_and_name_their_kernels() -> None:
 def test_the_first_jitted_call_finds_its_sweeps_program(compiles: list[str]) -> None:
     found = kernel("found", {"ms": [1, 2]}, lambda x, ms: x * ms / ms)
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     @jax.jit
     def whole(x: Any) -> Any:
         return found(x) + 1
@@ -192,7 +192,7 @@ def test_the_first_jitted_call_finds_its_sweeps_program(compiles: list[str]) -> 
 def test_a_jitted_functions_prints_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     heard = kernel("heard", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     @jax.jit
     def whole(x: Any) -> Any:
         print("traced")
@@ -238,7 +238,7 @@ def test_all_kernels_of_a_function_share_one_reference(
         return swept
 
     monkeypatch.setattr(sweep, "run", noting)
-    both_tuned = quarantune.contextual_autotune(jax.jit(both) if jitted else both, n_repeat=2, **options)
+    both_tuned = quarantune.contextual_autotune(jax.jit(both) if jitted else both, rep=2, **options)
     descriptors = os.listdir("/proc/self/fd")
     with isolated(isolation):
         result = both_tuned.tune(X)
@@ -275,7 +275,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
     fragile = kernel("fragile", {"ms": [9, 2, 3]}, crash_beside_others)
     sound = kernel("sound", {"ms": [100, 1]})
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(rep=2)
     def both(x: Any) -> Any:
         return sound(fragile(x))
 
@@ -326,7 +326,7 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
     )
     assert left.name == right.name
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def all_four(x: Any) -> Any:
         return subtract(add(right(left(x))))
 
@@ -336,7 +336,7 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
     count = len(sweeps)
     assert all_four(X)[0] == 8 + 4 + 2 - 1
     assert all_four(X)[0] == 8 + 4 + 2 - 1
-    again = quarantune.contextual_autotune(n_repeat=2, ref_fn=None)(all_four.__wrapped__)
+    again = quarantune.contextual_autotune(rep=2, ref_fn=None)(all_four.__wrapped__)
     assert again(X)[0] == 8 + 4 + 2 - 1, "the entry depends on the order of first calls"
     assert len(sweeps) == count
 
@@ -355,7 +355,7 @@ def test_first_and_default_configs_may_fail_if_another_works() -> None:
     fragile, second = (kernel(name, {"ms": [7, 5, 3]}, only_the_third) for name in ("fragile", "second"))
     sound = kernel("sound", {"ms": [100, 1]})
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @quarantune.contextual_autotune(rep=1, ref_fn=None)
     def three(x: Any) -> Any:
         return second(sound(fragile(x)))
 
@@ -379,7 +379,7 @@ def test_kernels_that_fail_together_are_tried_in_combinations() -> None:
 
     left, right = (kernel(name, {"ms": [7, 5, 3]}, fails_when_run) for name in ("left", "right"))
 
-    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @quarantune.contextual_autotune(rep=1, ref_fn=None)
     @jax.jit
     def both(x: Any) -> Any:
         return left(x) + right(x)
@@ -394,7 +394,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
     def make(configs: list[int]) -> quarantune.Contextual:
         only = kernel("only", {"ms": configs})
 
-        @quarantune.contextual_autotune(name="whole", n_repeat=2)
+        @quarantune.contextual_autotune(name="whole", rep=2)
         def whole(x: Any) -> Any:
             return only(x)
 
@@ -438,7 +438,7 @@ PROGRAM = """
     def shift(x, n=1):
         return x + jax.pure_callback(lambda v: (__import__("time").sleep((n == 3) / 10), v)[1], x, x) + n
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def whole(x):
         return shift(x)
 
@@ -460,7 +460,7 @@ def test_a_script_without_a_guard_tunes_once(tmp_path: Path, cache_dir: Path) ->
 def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     one, two = kernel("one", {"ms": [80, 1]}), kernel("two", {"ms": [1, 80]})
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(rep=2)
     def both(x: Any) -> Any:
         return two(one(x))
 
@@ -483,7 +483,7 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
 def test_without_a_sandbox_the_same_configs_win() -> None:
     one, two = kernel("one", {"ms": [80, 1]}), kernel("two", {"ms": [1, 80]})
 
-    @quarantune.contextual_autotune(n_repeat=5)
+    @quarantune.contextual_autotune(rep=5)
     def both(x: Any) -> Any:
         return two(one(x))
 
@@ -501,7 +501,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
 def test_an_outer_jit_tunes_the_kernels_and_bakes_them_in(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def whole(x: Any) -> Any:
         return only(x)
 
@@ -526,7 +526,7 @@ def test_a_kernels_prune_fn_also_holds_within_the_function() -> None:
     def picky(x: Any, ms: int = 2) -> Any:
         return x + ms
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     def whole(x: Any) -> Any:
         return picky(x)
 
@@ -536,10 +536,12 @@ def test_a_kernels_prune_fn_also_holds_within_the_function() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"rep": 3}, TypeError, "use n_repeat"),
+        ({"n_repeat": 3}, TypeError, "no option 'n_repeat': use rep"),
+        ({"n_warmup": 3}, TypeError, "no option 'n_warmup': use warmup"),
+        ({"objective": "energy"}, TypeError, "use time alone"),
         ({"prune_fn": lambda config: True}, TypeError, "prune_fn of its kernels"),
-        ({"n_repeat": 0}, ValueError, "n_repeat=0 is not valid"),
-        ({"n_warmup": -1}, ValueError, "n_warmup=-1 is not valid"),
+        ({"rep": 0}, ValueError, "rep=0 is not valid"),
+        ({"warmup": -1}, ValueError, "warmup=-1 is not valid"),
         ({"n_repaet": 2}, TypeError, "no option 'n_repaet'"),
     ],
 )
@@ -592,11 +594,11 @@ def test_threads_keep_their_assignments_apart() -> None:
 def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def part(x: Any) -> Any:
         return only(x)
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def whole(x: Any) -> Any:
         return part(x) * 2
 
@@ -607,7 +609,7 @@ def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str
 class Model:
     only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
+    @quarantune.contextual_autotune(rep=2, ref_fn=None)
     def forward(self, x: Any) -> Any:
         return Model.only(x)
 
@@ -636,7 +638,7 @@ def test_a_search_learns_each_kernels_own_configs() -> None:
     searched = kernel("searched", {"ms": [0, 1, 2]}, lambda x, ms: x + 0 * ms)
     search = InOrder()
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     def one(x: Any) -> Any:
         return searched(x)
 
@@ -673,7 +675,7 @@ def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
     jitted = functools.partial(jax.jit, static_argnames=["ms"])(run)
     only = quarantune.autotune(configs, ref_fn=None, **options)(jitted)
 
-    @quarantune.contextual_autotune(n_repeat=1, name=f"with_{name}")
+    @quarantune.contextual_autotune(rep=1, name=f"with_{name}")
     def one(x: Any) -> Any:
         return only(x)
 
@@ -744,7 +746,7 @@ def test_a_users_search_learns_which_objects_are_unknown() -> None:
 def test_a_users_search_gets_objects_that_one_call_makes(jitted: bool, isolation: str) -> None:
     """The kernel's key does not describe its calls; its configs are the ones this process has seen."""
     one = planned("seen_here", listed, key_fn=lambda x: 4)
-    whole = quarantune.contextual_autotune(n_repeat=1, name=f"in_{isolation}")(
+    whole = quarantune.contextual_autotune(rep=1, name=f"in_{isolation}")(
         jax.jit(one.__wrapped__) if jitted else one.__wrapped__
     )
     with isolated(isolation), quarantune.settings(search=(search := AsksForPlans())):
@@ -753,7 +755,7 @@ def test_a_users_search_gets_objects_that_one_call_makes(jitted: bool, isolation
     assert isinstance(found.config["ms"], Plan)
 
 
-@quarantune.contextual_autotune(n_repeat=1)
+@quarantune.contextual_autotune(rep=1)
 def of_this_module(x: Any) -> Any:
     return 2 * x
 
@@ -771,7 +773,7 @@ AGAIN = [copy.copy, copy.deepcopy, lambda function: pickle.loads(cloudpickle.dum
 def test_a_closure_tuned_in_context_can_be_copied_and_sent(again: Callable[[Any], Any]) -> None:
     factor = 3.0
     for wrap in (lambda fn: fn, jax.jit):
-        travelled = again(quarantune.contextual_autotune(wrap(lambda x: x * factor), name="copied", n_repeat=1))
+        travelled = again(quarantune.contextual_autotune(wrap(lambda x: x * factor), name="copied", rep=1))
         assert (type(travelled), travelled.name) == (quarantune.Contextual, "copied")
         np.testing.assert_array_equal(travelled.default(X), X * 3)
 
@@ -780,7 +782,7 @@ class Layer:
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    @quarantune.contextual_autotune(n_repeat=1)
+    @quarantune.contextual_autotune(rep=1)
     def scaled(self, x: Any) -> Any:
         return x * self.factor
 

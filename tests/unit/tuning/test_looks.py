@@ -105,7 +105,7 @@ def test_the_reason_names_what_was_saved_and_what_is_found() -> None:
         "in 1 of 2 measurements, it fails now: error: RuntimeError: no",
     )
     assert judged(saved, failed(), failed()).reason == "it fails now: error: RuntimeError: no"
-    unclear = judged(saved, *[look(1.13, 5.0)] * MOST_LOOKS)
+    unclear = judged(saved, *[look(1.08, 5.0)] * MOST_LOOKS)
     assert unclear.verdict is Verdict.UNCLEAR
     assert "was 5.00x; the scatter between processes may explain" in unclear.reason
 

@@ -255,12 +255,12 @@ def test_the_command_shows_losses_exits_with_1_and_tunes_again(
 
     monkeypatch.setattr(Tuner, "tune", tune)
     with quarantune.settings(cache_dir=cache_dir):
-        assert main([*command, "--retune"]) == 1
+        assert main([*command, "--again"]) == 1
         assert "tuning again failed: All 3 configs failed" in capsys.readouterr().out
-        assert main([*command, "--retune"]) == 0
+        assert main([*command, "--again"]) == 0
     assert "tuned again: n=20000, 0.4 ms" in capsys.readouterr().out
     assert tuned == [cache_dir, cache_dir]
-    assert main(["cache", "verify", "--retune"]) == 2
+    assert main(["cache", "verify", "--again"]) == 2
     assert "need functions" in capsys.readouterr().err
     assert main([*command, "--max-loss", "none"]) == 2
 

@@ -201,7 +201,7 @@ def test_kernels_tuned_in_context_get_their_objects() -> None:
             raise ArithmeticError("this way only")
         return x * plan.block
 
-    @quarantune.contextual_autotune(ref_fn=None, n_warmup=0, n_repeat=2, name="outer")
+    @quarantune.contextual_autotune(ref_fn=None, warmup=0, rep=2, name="outer")
     def outer(x: Any) -> Any:
         return inner(x) + 1
 

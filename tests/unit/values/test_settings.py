@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values.amounts import parse_memory
+from quarantune.values import blocks
+from quarantune.values.amounts import memory_text, parse_memory
 from quarantune.values.blocks import current, settings
 from quarantune.values.settings import Listen, Settings
 
@@ -28,10 +29,9 @@ def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert now == Settings()
     assert now.cache_dir.is_absolute()
     assert now.cache_dir.name == "quarantune"
-    assert (now.cpu_utilization, now.cpu_count, now.max_cpu_count) == (0.9, -1, -1)
     assert (now.on_miss, now.isolation, now.lock_timeout) == ("tune", "auto", 60.0)
     unset = [now.compile_timeout, now.timeout, now.memory_limit, now.devices, now.configs_per_worker]
-    assert [*unset, now.start_method, now.progress, now.log_dir] == [None] * 8
+    assert [*unset, now.start_method, now.progress, now.log_dir, now.num_workers] == [None] * 9
     assert [now.disable_cache, now.always_tune, now.version_check] == [False] * 3
 
 
@@ -43,9 +43,10 @@ def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> No
         ("always_tune", "True", True),
         ("version_check", "off", False),
         ("on_miss", "Error", "error"),
-        ("cpu_utilization", "0.5", 0.5),
-        ("cpu_count", "4", 4),
-        ("max_cpu_count", "-1", -1),
+        ("num_workers", "4", 4),
+        ("num_workers", "1", 1),
+        ("num_workers", " 50% ", 0.5),
+        ("num_workers", "auto", None),
         ("compile_timeout", "2.5", 2.5),
         ("timeout", " 7 ", 7.0),
         ("memory_limit", "2GiB", 2 * 2**30),
@@ -79,10 +80,11 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("on_miss", "panic", "'tune', 'default', 'nearest', 'rule' or 'error'"),
         ("cache_dir", "~no such user/there", "a directory of a file system"),
         ("cache_path", ":", "directories separated by ':'"),
-        ("cpu_utilization", "1.5", "at most 1"),
-        ("cpu_utilization", "0", "above 0"),
-        ("cpu_count", "2.5", "whole number"),
-        ("cpu_count", "-2", "whole number"),
+        ("num_workers", "150%", "'50%', or 'auto'"),
+        ("num_workers", "0%", "a share of the available cores"),
+        ("num_workers", "half", "a share of the available cores"),
+        ("num_workers", "2.5", "whole number"),
+        ("num_workers", "-1", "whole number"),
         ("compile_timeout", "nan", "seconds above 0"),
         ("timeout", "inf", "seconds above 0"),
         ("timeout", "-1", "seconds above 0"),
@@ -139,7 +141,8 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
     ("name", "value"),
     [
         ("timeout", True),
-        ("cpu_count", False),
+        ("num_workers", False),
+        ("num_workers", 0.5),
         ("cache_dir", ""),
         ("log_dir", " "),
         ("devices", []),
@@ -156,7 +159,7 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
         ("devices", b"0"),
         ("timeout", np.True_),
         ("max_trials", np.True_),
-        ("cpu_utilization", np.True_),
+        ("num_workers", np.True_),
         ("lock_timeout", np.float64("nan")),
         ("configs_per_worker", math.nan),
         ("memory_limit", np.True_),
@@ -170,13 +173,13 @@ def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any)
 
 def test_blocks_override_the_variable_and_outer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "3")
+    monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "3")
     with settings(timeout=2, on_miss="default"):
         with settings(timeout=3):
             inner = current()
         outer = current()
     after = current()
-    assert (inner.timeout, inner.on_miss, inner.cpu_count) == (3.0, "default", 3)
+    assert (inner.timeout, inner.on_miss, inner.num_workers) == (3.0, "default", 3)
     assert outer.timeout == 2.0
     assert (after.timeout, after.on_miss) == (1.0, "tune")
 
@@ -252,10 +255,31 @@ def test_a_block_holds_in_its_task_and_ends_in_any_order() -> None:
     assert current().compile_timeout is None
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("2GiB", "1.00 GiB"), ("2GB", "1.07 GB"), ("4000 mb", "1073.74 MB"), (2**31, "1,073,741,824 bytes")],
+)
+def test_amounts_are_shown_in_the_unit_that_was_given(written: str | int, shown: str) -> None:
+    given = parse_memory(written)
+    assert memory_text(2**30, given) == shown
+    assert memory_text(2**30, parse_memory(given)) == shown
+    assert memory_text(2**30, 2**31) == "1.07 GB", "nobody wrote this one"
+
+
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(TypeError, match="Did you mean 'timeout'") as caught:
         settings(time_out=5)
     assert "lock_timeout" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cpu_count", "max_cpu_count", "cpu_utilization"])
+def test_a_former_setting_is_refused_and_names_its_successor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=rf"settings\(\) has no option '{name}': use num_workers"):
+        settings(**{name: 2})  # type: ignore[misc]
+    monkeypatch.setenv(variable := f"QUARANTUNE_{name.upper()}", "2")
+    blocks._warn_unknown.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"no variable {variable}, so .* Use QUARANTUNE_NUM_WORKERS"):
+        assert current().num_workers is None
 
 
 @pytest.mark.parametrize(
