@@ -467,6 +467,7 @@ def _connections(hosts: Sequence[str], port: int, reasons: dict[str, str]) -> _C
                     pending.register(connection, selectors.EVENT_WRITE, (host, connection))
                 except OSError as error:
                     reasons[host] = error.strerror or str(error)
+                    continue
             ready = pending.select(max(0.0, (starts_at if left else ends_at) - time.monotonic()))
             for host, connection in [key.data for key, _ in ready]:
                 pending.unregister(connection)
