@@ -10,6 +10,7 @@ from helpers import PROGRAMS, python
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 def test_fifty_steps_of_flax_have_the_bits_of_the_untuned_ones(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     changes = {"QUARANTUNE_NUMERICS": "bitwise", "QUARANTUNE_CACHE_DIR": str(tmp_path), "QUARANTUNE_PROGRESS": "0"}

@@ -21,6 +21,15 @@ PAGES = [
     for page in document_blocks.documents()
     if any(block.reason is None for block in document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8")))
 ]
+FIRST = {
+    "README.md",
+    "docs/quick-start.md",
+    "docs/tutorial.md",
+    "docs/cli.md",
+    "docs/control.md",
+    "docs/correctness.md",
+}
+"""The pages that people read first. The code of the other pages runs with the long tests."""
 NEEDED = {"docs/training.md": ("flax", "equinox", "optax")}
 """Libraries of the extra `clients` that a page uses."""
 
@@ -79,7 +88,9 @@ def pages() -> Iterator[SharedPython]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.long) for page in PAGES]
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, pages: SharedPython) -> None:
     if missing := [name for name in NEEDED.get(page, ()) if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{page} needs {', '.join(missing)}")

@@ -86,6 +86,7 @@ def test_tonnos_usage_tunes_once_per_shape(swept_configs: list[list[Any]], cache
     assert entry["key_values"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tonnos_non_tunable_static_argument_is_part_of_the_key(swept_configs: list[list[Any]], cache_dir: Path) -> None:
     @quarantune.autotune(configs=[{"BM": 32}, {"BM": 64}], warmup=1, rep=3)
@@ -451,6 +452,7 @@ def test_triton_distributeds_space_is_pruned_and_keyed(swept_configs: list[list[
     assert entry["trials"]["pruned"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_triton_distributeds_key_and_prune_fn_may_omit_statics(swept_configs: list[list[Any]]) -> None:
     def configs(A: Any) -> list[dict[str, int]]:
@@ -496,6 +498,7 @@ def test_triton_distributeds_config_objects_run_as_listed() -> None:
     np.testing.assert_allclose(result.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
     def my_gemm_function(A: Any, B: Any, gemm_config: Any, straggler_option: int = 0, **context: int) -> Any:
@@ -515,6 +518,7 @@ def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
         tuner.run(A)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_triton_distributeds_variables_retune_and_check_versions(
     swept_configs: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -540,6 +544,7 @@ def test_triton_distributeds_variables_retune_and_check_versions(
     assert len(swept_configs) == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_triton_distributeds_per_call_switches_work(
     swept_configs: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -554,6 +559,7 @@ def test_triton_distributeds_per_call_switches_work(
     assert re.search("my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: (ok|slow) ", caplog.text)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_triton_distributeds_contextual_example_tunes_all(
     swept_configs: list[list[Any]],

@@ -97,6 +97,7 @@ def test_waits_for_a_cpu_do_not_count() -> None:
         assert said(process) == ["done"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_is_stopped_however_many_rivals_its_cpu_has() -> None:
     with on_one_cpu_with_a_rival(3):

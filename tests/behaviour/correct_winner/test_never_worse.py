@@ -62,6 +62,7 @@ def test_calls_run_with_defaults_that_beat_every_config(
     assert len(sweeps) == 1, "the cache has the entry"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "config"), [(Turns.FEW, {"n": Turns.FEW}), (Opaque(3), {})], ids=["an enum", "an object"]
@@ -96,6 +97,7 @@ def test_defaults_that_beat_configs_with_options_are_found_again(name: str, swee
     assert len(sweeps) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_defaults_of_any_kind_that_beat_options_are_found_again(sweeps: list[str]) -> None:
     for own, config in ((Turns.FEW, {"n": Turns.FEW}), (Opaque(3), {})):
@@ -132,6 +134,7 @@ def test_a_search_may_end_with_the_defaults() -> None:
     assert result.stopped == "max_trials"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_shorter_list_is_compared_with_the_defaults_too(swept: list[list[Any]]) -> None:
     slower = [{"n": 300}, {"n": 310}, {"n": 320}]
@@ -142,6 +145,7 @@ def test_a_shorter_list_is_compared_with_the_defaults_too(swept: list[list[Any]]
     assert swept == [[300, 310, 320]]
 
 
+@pytest.mark.long
 def test_a_near_call_uses_the_defaults_that_won(sweeps: list[str]) -> None:
     fn = chained()
     fn.tune(X)

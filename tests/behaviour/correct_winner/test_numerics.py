@@ -124,6 +124,7 @@ def test_defaults_that_are_no_config_decide_the_bits(isolation: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"ref_fn": None}, {"ref_fn": lambda x: 2 * x, "rtol": 1e-3}, {"check_fn": lambda *_: True}]
@@ -204,6 +205,7 @@ def test_a_bitwise_call_after_an_ordinary_sweep_starts_no_worker(sweeps: list[st
     assert len(sweeps) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no longer in the config space")  # of a winner that the last list lacks
 def test_an_ordinary_sweep_of_other_configs_or_versions_does_not_serve(sweeps: list[str], cache_dir: Path) -> None:
@@ -314,6 +316,7 @@ def test_bad_numerics_are_refused_before_any_work() -> None:
 # --- later on --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_winner_whose_bits_have_changed_is_stale(cache_dir: Path) -> None:
     tuned = quarantune.autotune({"do": ["next", "sum"]}, name="exact", rep=3)(nearly)

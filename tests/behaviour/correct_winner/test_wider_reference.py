@@ -101,6 +101,7 @@ def test_configs_in_the_callers_process_are_judged_alike(isolation: str, monkeyp
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gradients_are_judged_alike() -> None:
     @jax.custom_vjp

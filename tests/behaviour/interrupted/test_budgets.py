@@ -191,6 +191,7 @@ def test_a_second_shape_starts_from_the_winner_of_the_first() -> None:
     assert second.seen == 2
 
 
+@pytest.mark.long
 def test_in_this_process_searches_have_the_same_budgets(recwarn: pytest.WarningsRecorder) -> None:
     with quarantune.settings(isolation="none", disable_cache=True):
         result = tuner(LARGE, search="random", max_trials=5).run(1.0)
@@ -200,6 +201,7 @@ def test_in_this_process_searches_have_the_same_budgets(recwarn: pytest.Warnings
         assert timed.seen == len(timed.trials) < 5000
 
 
+@pytest.mark.long
 def test_searches_measured_here_have_the_same_budgets() -> None:
     @functools.partial(jax.jit, static_argnames=["a", "b"])
     def kernel(x: Any, a: int = 0, b: int = 0) -> Any:
@@ -254,6 +256,7 @@ class Downhill:
             self.best = min(self.best, (trial.merit, config["a"]))
 
 
+@pytest.mark.long
 def test_a_users_own_search_decides_what_is_tried() -> None:
     search = Downhill()
     result = tuner(search=search).run(1.0)
@@ -271,6 +274,7 @@ def test_a_search_whose_configs_all_fail_names_only_those(monkeypatch: pytest.Mo
     assert len(failed.value.trials) == 3
 
 
+@pytest.mark.long
 def test_outputs_are_compared_during_a_search(caplog: pytest.LogCaptureFixture) -> None:
     @functools.partial(jax.jit, static_argnames=["a"])
     def kernel(x: Any, a: int = 99) -> Any:

@@ -120,6 +120,7 @@ def test_a_function_that_names_no_axis_is_tuned_for_one_shard(run_script: Callab
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_finding_the_named_axes_tunes_no_kernel(run_script: Callable[..., None]) -> None:
     run_script(
@@ -138,6 +139,7 @@ def test_finding_the_named_axes_tunes_no_kernel(run_script: Callable[..., None])
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_generated_arrays_differ_only_along_axes_that_vary(run_script: Callable[..., None]) -> None:
     run_script(

@@ -208,6 +208,7 @@ agree(in_memory.kernel, 3)
     run(tmp_path, script, shared)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_module_that_starts_a_backend_or_thread_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     modules = {
@@ -261,6 +262,7 @@ if __name__ == "__main__":
     assert run(tmp_path, script) == "(True, {'n': 2}, [0.0, 3.0, 6.0])\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_numpy_sweeps_start_no_backend_so_forks_may_tune(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
@@ -301,6 +303,7 @@ assert children() == template
     assert run(tmp_path, script) == "{'n': 2}\n{'n': 2}\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_spawned_workers_tune_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: SharedPython) -> None:
     monkeypatch.setenv("QUARANTUNE_START_METHOD", "spawn")

@@ -225,6 +225,7 @@ def test_the_callers_tpu_interpret_mode_reaches_workers() -> None:
     assert [trial.outcome.is_failure for trial in result.trials] == [False, False], result.table()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_wide_tpu_interpret_mode_reaches_workers(tmp_path: Path) -> None:
     told = script(
@@ -276,6 +277,7 @@ def test_explicit_interpret_params_work_without_isolation() -> None:
     assert [trial.outcome.is_failure for trial in result.trials] == [False, False], result.table()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_shard_map_without_a_mesh_finds_it_in_workers(tmp_path: Path) -> None:
     told = script(

@@ -356,6 +356,7 @@ def test_a_config_is_blamed_after_it_ended_two_processes() -> None:
     assert claim_and_journal._FATAL == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_compared_in_several_sweeps_have_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Earlier configs are in every final, however noisy the machine is.

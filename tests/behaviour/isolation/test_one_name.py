@@ -76,6 +76,7 @@ def test_a_file_has_one_name_however_it_runs(name: str, way: str, tuned: Path) -
     assert config is not None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_runpy_gives_a_file_the_name_of_its_script(tmp_path: Path) -> None:
     program = "import json, runpy, sys; print(json.dumps([runpy.run_path(sys.argv[1])['kernel'].name]))"

@@ -93,6 +93,7 @@ def test_configs_run_on_a_mesh_of_the_callers_shape(run_script: Callable[..., No
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(run_script: Callable[..., None]) -> None:
     run_script(
@@ -113,6 +114,7 @@ def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(run_script: Call
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_explicit_axes_are_explicit_in_the_worker(run_script: Callable[..., None]) -> None:
     run_script(
@@ -161,6 +163,7 @@ def test_the_mesh_of_the_context_is_found_in_workers(run_script: Callable[..., N
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_calls_look_up_the_kernels_that_a_jit_tuned(run_script: Callable[..., None]) -> None:
     run_script(
@@ -210,6 +213,7 @@ def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, run_
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) -> None:
     program = """
@@ -358,6 +362,7 @@ def test_arrays_of_every_kind_arrive_in_buffers_of_their_own(run_script: Callabl
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_run_on_the_devices_they_were_compiled_for(run_script: Callable[..., None]) -> None:
     run_script(

@@ -60,6 +60,7 @@ def test_a_block_that_always_tunes_does_so_once_for_each_call(sweeps: list[str])
     assert len(sweeps) == 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_block_that_always_tunes_holds_for_tuners_and_jit(sweeps: list[str]) -> None:
     tuner = quarantune.AutoTuner(scaled().__wrapped__, CONFIGS, rep=1, ref_fn=None)
@@ -73,6 +74,7 @@ def test_a_block_that_always_tunes_holds_for_tuners_and_jit(sweeps: list[str]) -
     assert len(sweeps) == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_always_tune_in_the_environment_tunes_once_per_process(
     sweeps: list[str], monkeypatch: pytest.MonkeyPatch

@@ -483,6 +483,7 @@ def test_jobs_that_tune_at_once_follow_the_first(swept: list[list[Any]], hold: C
     assert swept == [[1, 2]] * 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_jobs_with_always_tune_follow_no_other(swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
@@ -525,6 +526,7 @@ def test_a_job_whose_engine_is_busy_takes_anothers_result(swept: list[list[Any]]
     assert swept == [[1, 2]] * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_longer_list_measures_only_its_new_configs(swept: list[list[Any]], cache_dir: Path) -> None:
     def winner(*values: int) -> int:

@@ -147,6 +147,7 @@ def far(x: Any, n: int = 40_000) -> Any:
     return x + 0 * jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ x), x)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_defaults_far_behind_have_few_rounds_and_a_note() -> None:
     result = quarantune.AutoTuner(far, {"n": [100, 101]}, ref_fn=None, name="far").run(X)
@@ -276,6 +277,7 @@ def test_the_final_of_another_winner_is_not_drawn(cache_dir: Path) -> None:
     assert set(tried) == {3, 30}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_continued_sweep_has_the_defaults_in_its_final(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
     def stopped(*_: Any, **__: Any) -> None:
@@ -292,6 +294,7 @@ def test_a_continued_sweep_has_the_defaults_in_its_final(monkeypatch: pytest.Mon
     assert result.speedup is not None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_unchecked_unlisted_defaults_are_timed_but_never_win(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

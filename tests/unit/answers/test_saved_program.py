@@ -359,6 +359,7 @@ print(programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_kernels_position_in_its_file_does_not_count(tmp_path: Path) -> None:
     def told(place: str, lines: str, factor: float, seed: str) -> str:

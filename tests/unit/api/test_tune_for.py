@@ -161,6 +161,7 @@ def test_calls_that_cannot_be_tuned_for_are_refused_first(
         tuned.tune_for(calls, **options)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [{}, {"search": "random", "max_trials": 3}])
 def test_each_call_tries_the_same_configs_and_trials_count(search: dict[str, Any]) -> None:

@@ -372,6 +372,7 @@ def test_a_sweep_resumes_from_a_very_large_journal(
 # --- times --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_looking_up_and_saving_take_no_longer_with_20000_entries(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = ENTRY | {"fingerprint": {f"part {n}": "0123456789ab" for n in range(8)}, "space": {"configs": 48}}

@@ -607,6 +607,7 @@ def test_unwritable_messages_leave_output_and_code_alone(redirections: str) -> N
         assert (done.returncode, "kernels.scale" in done.stdout) == (code, code == 0), (words, done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
 def test_all_calls_are_tuned_though_the_output_is_unwritable(run: Run, kernels: str) -> None:
@@ -889,6 +890,7 @@ def test_calls_are_tuned_on_a_cluster_and_saved_here(run: Run, kernels: str) -> 
     assert len(TuningCache()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_are_checked_for_a_target(run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("check", f"{kernels}:scale", "--target", "cpu", "--args", "f32[8] f32[8]", "--json")

@@ -153,6 +153,7 @@ def test_the_log_is_whole_in_text_and_json(run: Run) -> None:
     assert found["message"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_value_of_an_enum_is_written_as_in_json_tables(run: Run, kernels: str) -> None:
     from quarantune.values.codec import as_json as encode
@@ -198,6 +199,7 @@ def test_a_function_that_differs_in_workers_is_one_line(run: Run) -> None:
     assert "workers run another program than this process" in err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_failing_defaults_are_shown_with_a_working_config(run: Run, kernels: str) -> None:
     text = Path(f"{kernels}.py").read_text()
@@ -219,6 +221,7 @@ def test_tuning_shows_the_command_that_repeats_a_failure(
     assert "with block=24 mode=PLAIN: error (compile)" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_contextual_tuning_names_no_command_that_is_refused(
     kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -206,7 +206,9 @@ def test_later_sweeps_compare_with_earlier_sweeps_programs(compiles: list[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "on_device", [pytest.param(False, marks=pytest.mark.long, id="host"), pytest.param(True, id="device")]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_small_bugs_are_found_whatever_the_inputs(name: str, on_device: bool) -> None:
     fn, make = CASES[name]

@@ -235,6 +235,7 @@ def test_a_report_of_an_ordinary_sweep_is_small() -> None:
     assert len(html_report.render([result()]).encode()) < 200_000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_of_5000_noisy_trials_stays_below_3_megabytes() -> None:
     large = result(5000)
@@ -442,7 +443,7 @@ def count(window: Browser) -> str:
     [single, result, lambda: result(5000), hostile, failures, choice_alone],
     ids=["1", "48", "5000", "hostile", "failures", "choice_alone"],
 )
-@pytest.mark.parametrize("width", [400, 1280, 1920])
+@pytest.mark.parametrize("width", [400, *(pytest.param(width, marks=pytest.mark.long) for width in (1280, 1920))])
 def test_a_browser_draws_a_report_without_complaint(window: Browser, tmp_path: Path, make: Any, width: int) -> None:
     shown(window, tmp_path, make())
     window.size(width, 900)
@@ -488,7 +489,7 @@ return found;
 
 @needs_browser
 @pytest.mark.clients
-@pytest.mark.parametrize("width", [390, 800, 1440])
+@pytest.mark.parametrize("width", [390, pytest.param(800, marks=pytest.mark.long), 1440])
 def test_no_text_is_cut_or_lies_over_another(window: Browser, tmp_path: Path, width: int) -> None:
     for make in (result, lambda: result(5000), failures, sized, defaults_alone):
         window.size(width, 900)
@@ -767,6 +768,7 @@ def test_axe_finds_nothing(window: Browser, tmp_path: Path, width: int, is_dark:
         assert window.barriers() == []
 
 
+@pytest.mark.long
 @needs_browser
 @pytest.mark.clients
 def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tmp_path: Path) -> None:

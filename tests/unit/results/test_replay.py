@@ -381,6 +381,7 @@ def test_few_tried_configs_fail_in_a_space_that_mostly_fails() -> None:
     assert result.evaluations("surrogate") < (result.evaluations("random", 0.5) or math.inf)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.name)
 def test_the_surrogate_beats_random_in_each_recorded_space(recording: Path) -> None:

@@ -406,6 +406,7 @@ def test_a_failure_is_worst_even_if_the_worst_score_is_0() -> None:
     assert [trial.value for trial in made._study.trials][2] == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.clients
 def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
     samplers = pytest.importorskip("optuna").samplers

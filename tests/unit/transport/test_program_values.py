@@ -402,6 +402,7 @@ for module in ({", ".join(modules)}):
     assert found == [{"False"}, {"False"}, {"True"}]
 
 
+@pytest.mark.long
 def test_a_result_found_under_another_prune_fn_is_not_used() -> None:
     jitted = jax.jit(lambda x, n=1: x * n / n, static_argnames=["n"])
     x = np.arange(4.0)

@@ -132,6 +132,7 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", request.param)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("route")
 def test_programs_that_call_lapack_are_tuned_and_compared(caplog: pytest.LogCaptureFixture) -> None:
@@ -282,6 +283,7 @@ def steady(x: Any) -> Any:
     return x
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [["steady", "quick"], ["quick", "steady"]])
 def test_setup_in_a_first_run_rules_no_config_out(order: list[str]) -> None:

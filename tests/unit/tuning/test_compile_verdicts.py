@@ -222,6 +222,7 @@ def test_another_sweep_does_not_compile_known_failures(
     assert "1" in traced(notes)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_retries_a_space_of_known_failures(notes: Path) -> None:
     fn = kernel(notes, [1, 2, 3], search="random", prune_fn=lambda config, x: config["n"] != 2)

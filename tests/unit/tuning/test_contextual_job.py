@@ -102,6 +102,7 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     assert both(X)[0] == 0, "the best config alone does not leak in"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     # Each shape has another quick config.
@@ -366,6 +367,7 @@ def test_first_and_default_configs_may_fail_if_another_works() -> None:
     assert three(X)[0] == 6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kernels_that_fail_together_are_tried_in_combinations() -> None:
     # A jit traces all kernels before any fails, so that no single change helps.
@@ -446,6 +448,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_without_a_guard_tunes_once(tmp_path: Path, cache_dir: Path) -> None:
     script = tmp_path / "program.py"
@@ -590,6 +593,7 @@ def test_threads_keep_their_assignments_apart() -> None:
             assert only(x)[0] == 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
@@ -717,6 +721,7 @@ def test_objects_are_shown_as_they_are(configs: Any, cache_dir: Path) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @MADE
 def test_a_search_chooses_among_configs_that_hold_objects(configs: Any) -> None:
