@@ -23,6 +23,8 @@ TOLD_S = 30.0
 """Time within which a sweep names a host that cannot take part as usual."""
 ALL_PORTS = (1, 65_535)
 _ANSWER_S = 400.0
+_FAULTS = ("cannot connect", "takes no part", "died", "could not run", "begun to work", "no word from", "several kinds")
+"""Parts of all warnings about hosts."""
 
 
 @dataclasses.dataclass
@@ -40,6 +42,11 @@ class Swept:
     trials: int = 0
     machines: list[str] = dataclasses.field(default_factory=list)
     error: str = ""
+
+    @property
+    def faults(self) -> list[tuple[float, str]]:
+        """The warnings about hosts; a busy machine also causes warnings about times."""
+        return [each for text in _FAULTS for each in self.about(text)]
 
     def about(self, text: str) -> list[tuple[float, str]]:
         """Returns the warnings with a text."""

@@ -32,7 +32,7 @@ rounds = pytest.mark.parametrize("round_", ROUNDS)
 def test_a_whole_network_needs_no_word(fleet: DaskFleet, round_: int) -> None:
     swept = fleet.sweep()
     assert_won(swept)
-    assert swept.told == []
+    assert swept.faults == []
 
 
 @rounds
@@ -60,7 +60,7 @@ def test_a_rule_for_the_chosen_ports_suffices(fleet: DaskFleet, round_: int) -> 
     closed = fleet.sweep(listen=":8800-8810")
     fleet.heal()
     assert_won(swept)
-    assert swept.told == []
+    assert swept.faults == []
     assert_won(closed)
     fleet.assert_named(closed, *DaskFleet.shifts_s, remedy="to port 8800 of this machine")
 
@@ -71,7 +71,7 @@ def test_a_firewall_in_the_other_direction_is_no_matter(fleet: DaskFleet, round_
     swept = fleet.sweep()
     fleet.heal()
     assert_won(swept)
-    assert swept.told == []
+    assert swept.faults == []
 
 
 @rounds
@@ -149,7 +149,7 @@ def test_hosts_with_ipv6_alone_are_a_fleet(tmp_path: Path) -> None:
         for _ in ROUNDS:
             swept = fleet.sweep()
             assert_won(swept)
-            assert swept.told == []
+            assert swept.faults == []
             assert swept.machines == sorted(DaskFleet.shifts_s)
 
 

@@ -25,7 +25,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
 def test_nodes_of_ray_on_several_hosts_tune_together(fleet: RayFleet, round_: int) -> None:
     swept = fleet.sweep(listen=LISTEN)
     assert_won(swept)
-    assert swept.told == []
+    assert swept.faults == []
     assert swept.machines == sorted(RayFleet.shifts_s)
 
 
