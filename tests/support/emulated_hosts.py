@@ -34,7 +34,8 @@ hostname "$0" && mount --bind "$1" /proc/sys/kernel/random/boot_id && mount --bi
 if [ -n "$5" ]; then
     mount --bind "$4" /mnt && mount -t tmpfs -o mode=755 tmpfs "$5" && mkdir -p "$4" && mount --move /mnt "$4"
 fi &&
-mount --bind "$3" /mnt && mount -t tmpfs -o mode=1777 tmpfs /tmp && ip link set lo up && echo ready && exec cat
+mount --bind "$3" /mnt && mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm &&
+ip link set lo up && echo ready && exec cat
 """
 _SWITCH = Path(__file__).with_name("emulated_switch.py")
 _SIZE = struct.Struct("<Q")
