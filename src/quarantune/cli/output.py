@@ -62,13 +62,14 @@ def complain(text: str) -> None:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns the message of an error on one line."""
+    """Returns the message of an error on one line, with its notes."""
     text: object = error
     if isinstance(error, KeyError) and error.args:
         text = error.args[0]  # str(error) would put quotes around it
     elif isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{str(error.filename)!r} cannot be read ({error.strerror}): give the path of another file"
-    return " ".join(str(text).split()) or type(error).__name__
+    line = " ".join(str(text).split()) or type(error).__name__
+    return line + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def printable_lines(text: str) -> str:

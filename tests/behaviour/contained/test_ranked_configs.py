@@ -228,7 +228,7 @@ def misbehave(x: Any, mode: str = "good") -> Any:
 BAD = {
     "segfault tracing": ("crashed", "SIGSEGV"),
     "hang_holding_the_gil tracing": ("timeout", "compiling.*longer than"),
-    "starve tracing": ("oom", "held .* GB.*limit"),
+    "starve tracing": ("oom", "held .* [MG]B.*limit"),
     "fail tracing": ("error", "ArithmeticError: this config is bad"),
     "kill_itself tracing": ("crashed", "SIGKILL"),
     "scribble tracing": ("crashed", "damaged its own connection"),

@@ -29,6 +29,7 @@ from quarantune.cache.store import Store
 from quarantune.cli import entry_point as main
 from quarantune.cli.call_texts import GivenCall, parse_call, read_calls
 from quarantune.cli.parser import make_parser
+from quarantune.values import blocks
 from quarantune.values.trial import ArrayKind
 
 KERNELS = """
@@ -324,6 +325,38 @@ def test_a_file_in_a_package_is_imported_under_its_full_name(
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     assert calls.load(f"{package / 'kernels.py'}:f").__module__ == "cli_package.inner.kernels"
     assert calls.load(f"{package / 'kernels.py'}:C.g").__qualname__ == "C.g"
+
+
+@pytest.mark.parametrize("command", ["tune", "fit", "run", "check"])
+def test_commands_about_calls_share_their_options(
+    command: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def handler(options: Any, out: Any) -> int:
+        seen.append((blocks.current(), options.calls))
+        return 0
+
+    module = importlib.import_module(f"quarantune.cli.{'fitting' if command == 'fit' else 'functions'}")
+    monkeypatch.setattr(module, command, handler)
+    limits = ["--compile-timeout", "7", "--memory-limit", "3GB", "--num-workers", "50%", "--static", "causal=true"]
+    own = {"run": ["--config", "{}"], "check": ["--target", "cpu"]}.get(command, ["--timeout", "5"])
+    assert run(command, f"{kernels}:scale", "--args", "f32[8],f32[8]", *limits, *own)[0] == 0
+    [(now, [call])] = seen
+    assert (now.compile_timeout, now.memory_limit, now.num_workers) == (7.0, 3 * 10**9, 0.5)
+    assert call.kwargs == {"causal": True}
+    assert blocks.current().compile_timeout is None, "the options hold for the command alone"
+
+
+def test_an_error_of_prune_fn_names_the_config(run: Run, kernels: str) -> None:
+    with Path(f"{kernels}.py").open("a") as file:
+        file.write(
+            "\n\ndivided = quarantune.AutoTuner(\n    lambda x, block: x, {'block': [1, 2]}, name='d', "
+            "prune_fn=lambda config, x: int('no')\n)\n"
+        )
+    code, _, err = run("tune", f"{kernels}:divided", "--args", "f32[]")
+    assert code == 2
+    assert is_one_line_about(err, "invalid literal", "(prune_fn of d raised this for the config block=1)")
 
 
 def test_every_command_has_help_and_a_handler(run: Run) -> None:
