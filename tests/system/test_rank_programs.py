@@ -16,7 +16,8 @@ import jax
 import numpy as np
 import pytest
 from aftermath import MARK, carriers, eventually
-from helpers import PROGRAMS, child_environ
+from helpers import PROGRAMS, child_environ, pass_time
+from rank_store import Client
 
 import quarantune
 from quarantune.answers import ranks
@@ -25,6 +26,7 @@ from quarantune.answers.layers import open_store
 from quarantune.cache.journal import read
 from quarantune.calls.call import space_of
 from quarantune.calls.key import keyed
+from quarantune.engine import among_ranks
 from quarantune.jax_internals import jax_backends
 from quarantune.results import progress
 from quarantune.tuning.outcome import call_result
@@ -150,28 +152,6 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Client:
     return client
 
 
-class Client:
-    """A store with the interface of JAX's client."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.error = ""
-
-    def key_value_try_get(self, key: str) -> str:
-        if self.error or key not in self.values:
-            raise RuntimeError(self.error or f"NOT_FOUND: {key}")
-        return self.values[key]
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        assert not allow_overwrite
-        if key in self.values:
-            raise RuntimeError(f"ALREADY_EXISTS: {key}")
-        self.values[key] = value
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        return [item for item in self.values.items() if item[0].startswith(key)]
-
-
 def tuner(**options: Any) -> quarantune.AutoTuner:
     configs = [{"n": 1}, {"n": 2}]
     return quarantune.AutoTuner(lambda x, n: x, configs, name="one of two", ref_fn=None, rep=1, **options)
@@ -227,6 +207,53 @@ def test_ranks_without_a_tuner_share_a_near_config(
         result = autotuner.run(np.zeros(16))
     assert (result.best_config, result.from_cache) == ({"n": 2}, "nearest")
     assert [json.loads(text)["source"] for key, text in one_of_two.values.items() if "/answer" in key] == ["nearest"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_another_rank_tunes_if_the_tuning_rank_falls_silent(
+    is_alive: bool, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    monkeypatch.setattr(among_ranks, "SILENCE_S", 1000.0 if is_alive else 0.0)
+    waits: list[str] = []
+    real = ranks.Agreement._wait
+
+    def wait(self: ranks.Agreement, *args: Any) -> None:
+        topic = self._member.topic
+        waits.append(topic)
+        if is_alive and len(waits) > 5:
+            one_of_two.values[f"{topic}/answer"] = '{"config":{"n":2},"rank":1,"source":"tuned"}'
+        real(self, *args)
+
+    def claim(self: ranks.Agreement, *args: Any, **more: Any) -> Any:
+        one_of_two.values[f"{self._member.topic}/claim/0"] = "1"
+        one_of_two.values[f"{self._member.topic}/beat/1"] = "7"
+        return agree(self, *args, **more)
+
+    agree = ranks.Agreement.agree
+    monkeypatch.setattr(ranks.Agreement, "agree", claim)
+    monkeypatch.setattr(ranks.Agreement, "_wait", wait)
+    if is_alive:
+        assert tuner().run(1).best_config == {"n": 2}
+    else:
+        with pytest.raises(quarantune.TuningFailedError):  # this rank tunes, and no rank is left
+            tuner(prune_fn=lambda *_: False).run(1)
+    claims = sorted(key.rpartition("/")[2] for key in one_of_two.values if "/claim/" in key)
+    assert claims == (["0"] if is_alive else ["0", "1"])
+
+
+def test_a_rank_that_has_waited_long_may_tune(
+    one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    call = keyed(tuner()._tuner.bind((1,), {}))
+    coordination = jax_backends.coordination()
+    assert coordination is not None
+    agreement = ranks.Agreement(call, blocks.current(), coordination, {})
+    for rank in (1, 2):
+        one_of_two.values[f"{agreement._member.topic}/beat/{rank}"] = "0"  # each as it begins to wait
+    assert not agreement._is_silent(1)
+    pass_time(monkeypatch, 1000)
+    assert agreement._is_silent(1)
+    assert not agreement._is_silent(2), "it has claimed the call just now"
 
 
 def test_a_later_result_of_a_rank_does_not_change_the_answer(

@@ -255,7 +255,7 @@ def test_a_cached_call_imports_nothing_for_tuning(
     miss, hit = miss_and_hit
     assert "scheduler.loop" in miss.imported, "the first call tunes"
     ours = hit.imported
-    optional = {"cli", "doctor", "engine", "measure", "rules", "scheduler", "search", "worker"}
+    optional = {"buckets", "cli", "doctor", "engine", "measure", "rules", "scheduler", "search", "worker"}
     assert {name for name in ours if name.partition(".")[0] in optional} == set()
     assert not {name for name in ours if name.startswith("tuning.")}
     rungs = ("assigned", "by_rule", "nearest", "ranks", "recording", "why_missed")

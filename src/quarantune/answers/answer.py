@@ -19,6 +19,7 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings
 
 if TYPE_CHECKING:
+    from quarantune.engine.among_ranks import Board
     from quarantune.results.result import TuningResult
 
 
@@ -79,6 +80,7 @@ class Situation:
         may_tune: whether a sweep may run; False for symbolic shapes, which have no data.
         ranks: the means to agree with the other ranks of this program; None without ranks, in a worker, or if `AGREE`
             is off.
+        board: the place to share a sweep with the other ranks; None if this rank does not tune for them.
         start_over: whether a sweep must run even if there is an answer.
     """
 
@@ -86,6 +88,7 @@ class Situation:
     is_outside: bool
     may_tune: bool
     ranks: jax_backends.Coordination | None = None
+    board: Board | None = None
     start_over: bool = False
 
     @classmethod

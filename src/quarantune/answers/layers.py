@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
 from quarantune.cache import problems
 from quarantune.cache.entry_file import Entry
-from quarantune.cache.store import Store
+from quarantune.cache.store import Prefer, Store
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.functions import versions
@@ -152,15 +152,19 @@ class Layers:
     def stores(self, now: Situation) -> Iterator[Store]:
         """Yields the layers in their order, and opens each on demand.
 
-        They are the user's cache, the directories of `CACHE_PATH`, and the tables of the function's author and of
-        installed packages.
+        They are the user's cache, the directories and URLs of `CACHE_PATH`, and the tables of the function's author and
+        of installed packages.
         """
         if now.settings.disable_cache:
             return
         yield open_store(now.settings)
-        for directory in now.settings.cache_path:
-            if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
-                yield Store(directory, read_only=True)
+        for place in now.settings.cache_path:
+            if not isinstance(place, Path):
+                from quarantune.buckets import orders  # few programs name a URL
+
+                yield orders.layer(place, self._function.name, now.settings.cache_dir)
+            elif _is_there(place, f"QUARANTUNE_CACHE_PATH names {str(place)!r}"):
+                yield Store(place, read_only=True)
         if (tables := self._function.options.tables) is not None:
             directory = table_directory(tables)
             if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
@@ -214,6 +218,15 @@ def dict_or_empty(value: Any) -> JsonObject:
 def open_store(settings: Settings) -> Store:
     """Returns the store of results in the cache directory."""
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
+
+
+def save(settings: Settings, problem: ProblemId, entry: Mapping[str, Any], *, prefer: Prefer | None = None) -> None:
+    """Saves an entry in the cache directory, and when this process ends in the bucket of `PUSH`; see `Store.put`."""
+    open_store(settings).put(*problem, entry, prefer=prefer)
+    if settings.push is not None:
+        from quarantune.buckets import orders  # few programs push
+
+        orders.push_later(settings.push, problem.name, settings.cache_dir)
 
 
 def _is_there(directory: Path, origin: str) -> bool:

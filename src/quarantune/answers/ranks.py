@@ -4,7 +4,7 @@ The ranks share only a key-value store. The first writer of a key wins. Its keys
 
     answer       the config that every rank uses for the life of the program
     claim/<k>    the rank that tunes in attempt k, counted from 0
-    out/<rank>   the rank does not tune, or failed to: its claim is over, and it makes no other
+    out/<rank>   the rank does not tune, failed to, or shows no sign of life: its claim is over, and it makes no other
 
 Each rank goes through these states, and every state ends when there is an answer:
 
@@ -16,8 +16,9 @@ Each rank goes through these states, and every state ends when there is an answe
      └─────> OFFER the defaults            all ranks are out, or the deadline has passed
                                            (with ON_MISS=nearest or rule, a near config if all are out)
 
-A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides; its
-caller supplies the store, tuning, waiting and the clock.
+A rank never waits for an answer while it has a claim, so ranks cannot wait for each other in a circle. While a rank
+waits, it may help the rank that tunes; see `engine/among_ranks.py`. `Member` only decides; its caller supplies the
+store, tuning, waiting and the clock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
@@ -46,6 +47,9 @@ from quarantune.values.errors import TuningFailedError
 from quarantune.values.options import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
 from quarantune.values.settings import Isolation, Settings
 
+if TYPE_CHECKING:
+    from quarantune.engine.among_ranks import Board, Pulses
+
 _logger = logging.getLogger("quarantune")
 
 GRACE_S = 10.0
@@ -54,13 +58,15 @@ _PREFIX = "quarantune/1"
 """Directory of this protocol in the program's key-value store; another protocol gets another number."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
 """Seconds that a waiting rank sleeps between two looks: longer each time."""
-_POLL_S_PER_RANK = 0.0005
-"""Longest sleep per rank; it matters above 500 ranks. A look takes 2 requests of 0.2 to 0.4 ms on a 2-core machine."""
+_POLL_S_PER_RANK = 0.001
+"""Longest sleep per rank; it matters above 250 ranks. A look takes 4 requests of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
 """Seconds between two reports of a waiting rank."""
 Agreed: TypeAlias = dict[tuple[Any, ProblemId], Answer]
 """Answers so far for the calls of a function, by the program of ranks and the call."""
 _Ask: TypeAlias = Callable[[], Answer | None]
+_TuneOn: TypeAlias = "Callable[[Board], Answer | None]"
+_Help: TypeAlias = "Callable[[Board, Callable[[], str]], None]"
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,16 +90,22 @@ class Agreement:
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Answer | None = None
+        self._help: _Help | None = None
+        self._pulses: dict[int, Pulses] = {}
+        self._helped: set[int] = set()
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.id.name}: {self._who}"
 
-    def agree(self, *, own: _Ask, near: _Ask, tune: _Ask | None) -> Answer:
+    def agree(self, *, own: _Ask, near: _Ask, tune: _TuneOn | None, help_with: _Help | None = None) -> Answer:
         """Returns the answer of all ranks.
 
         Args:
             own: returns the answer of this rank, or None.
             near: returns the answer for a near call, in case no rank has an answer for this call.
-            tune: tunes, and returns the answer; None if this rank must not tune.
+            tune: tunes, perhaps with the help of ranks that wait, and returns the answer; None if this rank must not
+                tune.
+            help_with: helps the rank that tunes, until a function returns why that is over; None if this rank must
+                not.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
             return agreed
@@ -107,6 +119,9 @@ class Agreement:
             jax.local_devices()
         offer = None if self._own is None else _offer(self._own, rank)
         last = Offer(config=None, rank=rank, source=Source.NOBODY)
+        self._help = help_with
+        if offer is None and tune is not None and self._member.read() is None:
+            self._board(rank).beat(0)  # before it may claim: from then on, others listen for beats
         if self._own is None and (nearest := near()) is not None:
             last = _offer(nearest, rank)
         with contextlib.closing(
@@ -116,8 +131,10 @@ class Agreement:
             def tune_for_all() -> Offer | None:
                 assert tune is not None
                 progress.say(f"{self._who} tunes it for all")
+                board = self._board(rank)
                 try:
-                    self._own = tune()
+                    with board.beating():
+                        self._own = tune(board)
                 except TuningFailedError:  # memory keeps it, and another rank may succeed
                     return None
                 return None if self._own is None else _offer(self._own, rank)
@@ -210,7 +227,38 @@ class Agreement:
         topic = f"{_PREFIX}/{hashlib.sha256(canonical_json(parts).encode()).hexdigest()}"
         return Member(topic, self.coordination)
 
+    def _board(self, leader: int) -> Board:
+        from quarantune.engine.among_ranks import Board  # a rank with an answer does not need it
+
+        return Board(self.coordination, self._member.topic, leader)
+
+    def _why_over(self, tuner: int) -> str:
+        """Returns why helping a rank is over; empty while it tunes."""
+        if self._member.read() is not None:
+            return "the ranks have an answer"
+        if self._member.is_out(tuner):
+            return f"rank {tuner} has ended its sweep"
+        return f"rank {tuner} shows no sign of life" if self._is_silent(tuner) else ""
+
+    def _is_silent(self, tuner: int) -> bool:
+        """Returns whether a rank that tunes shows no sign of life."""
+        from quarantune.engine.among_ranks import Pulses
+
+        if tuner not in self._pulses:  # a rank that waited before it claimed the call did not beat
+            self._pulses[tuner] = Pulses(self.coordination, self._member.topic)
+        return str(tuner) in self._pulses[tuner].silent()
+
     def _wait(self, progress: Progress, tuner: int | None, waited_s: float, most_s: float) -> None:
+        if tuner is not None:
+            if self._is_silent(tuner) and self._member.exclude(tuner):
+                _logger.warning("%s sees no sign of life of rank %d: another rank tunes", self._label, tuner)
+                return
+            board = self._board(tuner)
+            if self._help is not None and tuner not in self._helped and board.work(0) is not None:
+                self._helped.add(tuner)
+                progress.say(f"{self._who} helps rank {tuner} to tune it")
+                self._help(board, functools.partial(self._why_over, tuner))
+                return
         before, due_s = self._next_message
         if tuner != before or waited_s >= due_s:
             self._next_message = tuner, waited_s + _MESSAGE_S
@@ -296,7 +344,7 @@ class Member:
             store: the key-value store of the program.
             clock: seconds.
         """
-        self._topic = topic
+        self.topic = topic
         self._store = store
         self._clock = clock
         self._claimed = False
@@ -305,6 +353,14 @@ class Member:
         """Returns the answer, or None."""
         text = self._read("answer")
         return None if text is None else Offer.from_json(decode_json(text))
+
+    def is_out(self, rank: int) -> bool:
+        """Returns whether the claim of a rank is over."""
+        return self._read(f"out/{rank}") is not None
+
+    def exclude(self, rank: int) -> bool:
+        """Ends the claim of a rank that shows no sign of life; returns whether it was this rank that ended it."""
+        return self._write(f"out/{rank}", "no sign of life")
 
     def offer(self, answer: Offer) -> Offer:
         """Offers an answer, and returns the first offer of all ranks."""
@@ -356,7 +412,7 @@ class Member:
                     self._write(f"out/{self._store.rank}", "every config failed")
                     tune = None
             elif claim is None:
-                if waited_s > GRACE_S or self._store.count(f"{self._topic}/out") >= self._store.ranks:
+                if waited_s > GRACE_S or self._store.count(f"{self.topic}/out") >= self._store.ranks:
                     return self.offer(last)
                 wait(None, waited_s, GRACE_S)
             elif self._read(f"out/{claim}") is not None:
@@ -368,7 +424,7 @@ class Member:
         return answer
 
     def _read(self, key: str) -> str | None:
-        return self._store.read(f"{self._topic}/{key}")
+        return self._store.read(f"{self.topic}/{key}")
 
     def _write(self, key: str, text: str) -> bool:
-        return self._store.write(f"{self._topic}/{key}", text)
+        return self._store.write(f"{self.topic}/{key}", text)

@@ -92,7 +92,8 @@ class Rungs:
         return agreement.agree(
             own=own,
             near=functools.partial(self._from_others, call, dataclasses.replace(now, start_over=False)),
-            tune=functools.partial(self._tuned, call, now) if may_tune else None,
+            tune=(lambda board: self._tuned(call, dataclasses.replace(now, board=board))) if may_tune else None,
+            help_with=(lambda *about: self.tuning.help(call, now, *about)) if may_tune else None,
         )
 
     def share(self, call: KeyedCall, found: Answer, now: Situation) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from quarantune.answers.layers import open_store
+from quarantune.answers.layers import save
 from quarantune.api.autotune import Autotuned
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import keyed_to_tune
@@ -185,7 +185,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     findings = findings_now(call, Findings(), report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
-    open_store(blocks.current()).put(*described.id, entry, prefer=more_thorough)
+    save(blocks.current(), described.id, entry, prefer=more_thorough)
     return best.config
 
 
@@ -207,7 +207,7 @@ def _compile_all(
     check_outside(call)
     described, settings = keyed_to_tune(call, target), blocks.current()
     limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
-    verdicts = CompileVerdicts(described, limits, settings.cache_dir, *settings.cache_path)
+    verdicts = CompileVerdicts(described, limits, settings.cache_dir, *settings.read_directories)
     pruned = {index: pruned_trial(call.configs[index]) for index in call.pruned}
     left = {index: call.configs[index] for index in call.configs.listed() if index not in pruned}
     known: dict[int, Trial] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from quarantune.answers.answer import Situation
-from quarantune.answers.layers import open_store
+from quarantune.answers.layers import save
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
 from quarantune.calls.call import BoundCall
@@ -275,6 +275,6 @@ def _save(call: KeyedCall, key: str, rule: Rule) -> None:
         rules.FIELD: rule.to_json(),
     }
     try:
-        open_store(blocks.current()).put(call.id.name, call.id.device, key, entry)
+        save(blocks.current(), call.id._replace(key=key), entry)
     except problems.CacheWriteError as error:
         problems.report_once(str(error))

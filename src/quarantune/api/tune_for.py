@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from quarantune.answers.answer import Situation
-from quarantune.answers.layers import open_store
+from quarantune.answers.layers import save
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
 from quarantune.cache import problems
@@ -95,7 +95,7 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
         entry["calls"] = [share.to_json() for share in shares]
         try:
-            open_store(now.settings).put(*first.id, entry)
+            save(now.settings, first.id, entry)
         except CacheWriteError as error:
             problems.report_once(str(error))
     tuner.adopt(first, result, now)

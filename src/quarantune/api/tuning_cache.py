@@ -192,7 +192,8 @@ class TuningCache:
             ValueError: The other directory does not exist, or one of the caches is in memory only.
             CacheWriteError: The entries could not be saved; the message explains why.
         """
-        report = entries.merge(self._on_disk(), _store_of(other))
+        source = _store_of(other)
+        report = entries.merge(self._on_disk(), ((name, source.read(name)) for name in source.names()))
         with self._lock:
             self._configs.clear()
         changed = {*report.added, *report.updated, *(pair.key for pair in report.conflicts)}

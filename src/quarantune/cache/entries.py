@@ -13,13 +13,13 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quarantune.cache import journal
 from quarantune.cache.entry_file import LARGEST_ENTRIES_BYTES, Contents, Entry, encode
 from quarantune.cache.file_names import problem_hash, safe_name
 from quarantune.cache.problems import CacheWriteError, write_errors
-from quarantune.cache.store import Store
+from quarantune.cache.store import Prefer, Store
 from quarantune.host.shared_files import Directory, paths
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
@@ -144,16 +144,27 @@ def entries_of(name: str, contents: Contents) -> Iterator[CacheRecord]:
             yield CacheRecord(CacheKey(name, key, device), entry)
 
 
-def merge(store: Store, other: Store) -> MergeReport:
-    """Copies all entries of another cache, as `TuningCache.merge` documents it.
+class MergeTarget(Protocol):
+    """A cache to copy entries into, such as a `Store`."""
+
+    def merge(self, name: str, contents: Contents, *, prefer: Prefer) -> None:
+        """Adds entries of a function; see `Store.merge`."""
+
+
+def merge(store: MergeTarget, others: Iterable[tuple[str, Contents]]) -> MergeReport:
+    """Copies the entries of another cache, as `TuningCache.merge` documents it.
+
+    Args:
+        store: the cache to copy into.
+        others: the entries of the other one, function by function.
 
     Raises:
         CacheWriteError: the entries could not be saved. The message says why.
     """
     offered: dict[CacheKey, Entry] = {}
     decided: dict[CacheKey, tuple[Entry, Entry]] = {}
-    for name in other.names():
-        if contents := other.read(name):
+    for name, contents in others:
+        if contents:
             offered |= dict(entries_of(name, contents))
             store.merge(name, contents, prefer=functools.partial(_preferred, decided, name))
     updated: list[CacheKey] = []
@@ -250,7 +261,7 @@ def chosen(
     """
     found = [
         (name, {device: entries for device, entries in store.read(name).items() if entries})
-        for name in (store.names() if names is None else _named(store, names, store.names()))
+        for name in (store.names() if names is None else among(names, store.names(), str(store.directory)))
     ]
     kinds = sorted({device for _, contents in found for device in contents})
     for wanted in devices or ():
@@ -274,16 +285,22 @@ def named(store: Store, names: Collection[str]) -> list[str]:
     Raises:
         ValueError: a name has neither.
     """
-    return _named(
-        store, names, sorted({*store.names(), *(path.parent.stem for path in paths(store.directory, "*.trials/*"))})
-    )
+    swept = [path.parent.stem for path in paths(store.directory, "*.trials/*")]
+    return among(names, sorted({*store.names(), *swept}), str(store.directory))
 
 
-def _named(store: Store, names: Collection[str], known: Collection[str]) -> list[str]:
+def among(
+    names: Collection[str], known: Collection[str], place: str, remedy: str = "`quarantune cache list` shows all names."
+) -> list[str]:
+    """Returns the functions of these names among the functions in a directory or at a URL.
+
+    Raises:
+        ValueError: there is nothing for a name, and no near name, so that the message gives the remedy.
+    """
     for wanted in names:
         if not any(_matches(name, wanted) for name in known):
-            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
-            raise ValueError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
+            near = did_you_mean(wanted, known) or f" {remedy}"
+            raise ValueError(f"nothing is cached for {shown(wanted)} in {place!r}.{near}")
     return [name for name in known if any(_matches(name, wanted) for wanted in names)]
 
 

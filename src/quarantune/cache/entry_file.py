@@ -237,12 +237,12 @@ class EntryFile:
                 time.sleep(random.uniform(0.2, 1.0) * 0.001 * 2 ** min(attempt, 6))
 
 
-def decode_entries(data: bytes, path: Path) -> Contents:
+def decode_entries(data: bytes, path: Path | str) -> Contents:
     """Returns the entries in the content of a file.
 
     Args:
         data: the content.
-        path: the file, for messages.
+        path: the file or its URL, for messages.
 
     Raises:
         DamagedError: the content holds something other than valid entries.

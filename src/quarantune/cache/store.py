@@ -145,7 +145,7 @@ class Store:
             check_readable(self.path(name), {device: {key: entry}})
         with self._lock(name):
             for path, part in self._places(name, offered).items():
-                self._file(path).replace(functools.partial(_joined, part, prefer))
+                self._file(path).replace(functools.partial(joined, part, prefer))
 
     def delete(self, name: str, device: str, key: str) -> bool:
         """Removes one entry.
@@ -282,12 +282,13 @@ def _each(contents: Contents) -> Iterator[tuple[str, str, Entry]]:
     return ((device, key, entry) for device, entries in contents.items() for key, entry in entries.items())
 
 
-def _joined(offered: Contents, prefer: Prefer | None, present: Contents) -> Contents:
-    joined = {device: dict(entries) for device, entries in present.items()}
+def joined(offered: Contents, prefer: Prefer | None, present: Contents) -> Contents:
+    """Returns the entries of two files as one; see `Store.merge`."""
+    both = {device: dict(entries) for device, entries in present.items()}
     for device, key, entry in _each(offered):
-        there = joined.setdefault(device, {})
+        there = both.setdefault(device, {})
         there[key] = prefer(device, key, there[key], entry) if prefer and key in there else entry
-    return joined
+    return both
 
 
 def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) -> Contents:

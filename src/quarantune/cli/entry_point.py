@@ -17,7 +17,7 @@ from quarantune.cli.parser import make_parser
 if TYPE_CHECKING:
     from quarantune.values.blocks import SettingKeywords
 
-_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
+_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Store", "Engine")
 """The library's errors that mean that the work failed. By name, because importing their classes takes time."""
 _SETTINGS = ("cache_dir", "compile_timeout", "timeout", "memory_limit", "num_workers")
 """Options that stand for the setting of their name, in every command that has them."""

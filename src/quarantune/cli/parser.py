@@ -158,6 +158,11 @@ _ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 """The options that choose entries of a cache."""
 _DRY_RUN = _flag("--dry-run", "list the results and files without removing them")
 _CHOSEN = (*_ENTRIES, *_COMMON)
+_TRANSFER = (
+    _value("--only NAME", "this function, with * for any text; repeat it for others (default: all)", action="append"),
+    _flag("--dry-run", "list the differences, and write nothing"),
+    *_COMMON,
+)
 _FUNCTION = _value(
     "function MODULE:FUNCTION", "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
 )
@@ -359,6 +364,19 @@ COMMANDS: Mapping[str, Command] = {
             "quarantune cache rm kernels.matmul",
             "quarantune cache rm kernels.matmul --device 'NVIDIA H200' --call '*bf16[4096,4096]*'",
         ),
+    ),
+    "cache push": Command(
+        "copy the results of this cache into a bucket",
+        (_value("url URL", "the bucket: s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"), *_TRANSFER),
+        "Of two configs for one call the bucket keeps the newer, as `cache merge` does. Any number of jobs may push at "
+        "once: none loses a result.",
+        ("quarantune cache push s3://results/tuned --only 'kernels.*'",),
+    ),
+    "cache pull": Command(
+        "copy results at a URL into this cache",
+        (_value("url URL", "https://HOST/PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"), *_TRANSFER),
+        "Of two configs for one call this keeps the newer, as `cache merge` does.",
+        ("quarantune cache pull gs://results/tuned --dry-run",),
     ),
     "cache prune": Command(
         "remove useless files and old results",

@@ -117,7 +117,7 @@ def read(path: str, settings: Settings, calls: Sequence[RecordedCall] = ()) -> J
     """
     with input_errors(ValueError):
         time = job_time(read_file(Path(os.path.expanduser(path))))
-    others = [Store(directory, read_only=True) for directory in settings.cache_path if directory.is_dir()]
+    others = [Store(directory, read_only=True) for directory in settings.read_directories if directory.is_dir()]
     saved: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
     for (name, _, device), entry in itertools.chain.from_iterable(
         map(entries.records, [open_store(settings), *others])

@@ -9,13 +9,14 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from quarantune.api.tuning_cache import TuningCache
+from quarantune.buckets import exchange
 from quarantune.cache import entries, sweeps
-from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
+from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair, MergeReport
 from quarantune.cache.entry_file import Contents, Entry
 from quarantune.cache.file_names import safe_name
 from quarantune.cache.store import Store
@@ -25,6 +26,7 @@ from quarantune.results import unfinished
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import format_config
+from quarantune.values.store_url import StoreURL
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
 
@@ -194,6 +196,28 @@ def cache_merge(options: argparse.Namespace, out: Output) -> int:
         keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
         records.append({"directory": str(other), **keys, "conflicts": _pairs(report.conflicts, "kept", "other")})
     out.json(records)
+    return DONE
+
+
+def cache_push(options: argparse.Namespace, out: Output) -> int:
+    """Copies the results of this cache into a bucket."""
+    return _transfer(options, out, exchange.push)
+
+
+def cache_pull(options: argparse.Namespace, out: Output) -> int:
+    """Copies results at a URL into this cache."""
+    return _transfer(options, out, exchange.pull)
+
+
+def _transfer(options: argparse.Namespace, out: Output, move: Callable[..., MergeReport]) -> int:
+    with input_errors(ValueError):
+        url = StoreURL.parse(options.url)
+        store = Store(opened().directory, lock_timeout_s=blocks.current().lock_timeout)
+        report = move(url, store, names=options.only, dry_run=options.dry_run)
+    out.line(printable_lines(f"{url}: {report}") + ("\nnothing was written (--dry-run)" if options.dry_run else ""))
+    keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
+    conflicts = _pairs(report.conflicts, "kept", "other")
+    out.json({"url": str(url), "dry_run": options.dry_run, **keys, "conflicts": conflicts})
     return DONE
 
 

@@ -124,7 +124,7 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
             _logger.warning(
                 "%s: the finalists could not be compared on one machine, so the winner is the fastest of %s",
                 problem.name,
-                machine_of(measured[fastest]) or "an earlier sweep",
+                measured[fastest].machine or "an earlier sweep",
             )
             return Swept(_alone(fastest, measured), complaint=complaint)
         if len(compared) == 1:
@@ -157,15 +157,10 @@ def of_machines(trials: Mapping[int, Trial]) -> list[list[int]]:
     """Returns the possible winners of each machine, in the order of their times on that machine."""
     machines: dict[str, dict[int, Trial]] = {}
     for index, trial in trials.items():
-        machines.setdefault(machine_of(trial), {})[index] = trial
+        machines.setdefault(trial.machine, {})[index] = trial
     share = max(1, MOST // max(1, len(machines)))
     ranked = [finals.finalists(group, count=share)[:share] for group in machines.values()]
     return [group for group in ranked if group]
-
-
-def machine_of(trial: Trial) -> str:
-    """Returns the machine that measured a config; empty for an earlier sweep without an engine."""
-    return trial.device.partition(" on ")[2]
 
 
 def next_groups(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int]]:

@@ -89,15 +89,33 @@ class Coordination:
             return True
         return False
 
+    def put(self, key: str, value: str) -> None:
+        """Gives a key a value, in place of one that it may have.
+
+        Raises:
+            RuntimeError: the service did not answer.
+        """
+        with _answered():
+            self.client.key_value_set(key, value, allow_overwrite=True)
+
+    def listed(self, directory: str) -> dict[str, str]:
+        """Returns the values of the keys that begin with `directory` and a slash, by the rest of the key.
+
+        Raises:
+            RuntimeError: the service did not answer.
+        """
+        start = f"{directory}/"
+        with _answered(without="NOT_FOUND"):
+            return {str(key).removeprefix(start): str(value) for key, value in self.client.key_value_dir_get(start)}
+        return {}
+
     def count(self, directory: str) -> int:
         """Returns how many keys begin with `directory` and a slash.
 
         Raises:
             RuntimeError: the service did not answer.
         """
-        with _answered(without="NOT_FOUND"):
-            return len(self.client.key_value_dir_get(f"{directory}/"))
-        return 0
+        return len(self.listed(directory))
 
 
 def coordination() -> Coordination | None:
@@ -133,12 +151,12 @@ def _warn_missing() -> None:
 
 
 @contextlib.contextmanager
-def _answered(*, without: str) -> Iterator[None]:
+def _answered(*, without: str = "") -> Iterator[None]:
     """Ends the block quietly at an error that contains the text `without`; raises if the service did not answer."""
     try:
         yield
     except Exception as error:
-        if without not in str(error):
+        if not without or without not in str(error):
             raise RuntimeError(
                 f"the coordination service of this jax.distributed program did not answer, so its processes cannot "
                 f"agree on a config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set "

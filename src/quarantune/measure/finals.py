@@ -49,11 +49,19 @@ def _is_timed(trial: Trial) -> bool:
 def in_final(trials: Mapping[int, Trial], default: int | None) -> list[int]:
     """Returns the indices of the trials to compare in the final: the fastest, and last the defaults if they work.
 
+    If several ranks measured configs, the fastest of each rank is one of them: its device may be slower.
+
     Args:
         trials: the trials by index; the defaults' trial is under `UNTUNED` if they are not a config.
         default: the index of the config that equals the defaults; None without one.
     """
-    chosen = finalists({index: trial for index, trial in trials.items() if index != UNTUNED})
+    configs = {index: trial for index, trial in trials.items() if index != UNTUNED}
+    chosen = finalists(configs)
+    machines: dict[str, dict[int, Trial]] = {}
+    for index, trial in configs.items():
+        machines.setdefault(trial.machine, {})[index] = trial
+    leaders = [index for group in machines.values() for index in finalists(group)[:1] if index not in chosen]
+    chosen += sorted(leaders, key=lambda index: trials[index].merit or 0.0)[:MOST_FINALISTS]
     defaults = default_among(trials, default)
     is_there = defaults in trials and _is_timed(trials[defaults])
     if not chosen or not is_there or _program(defaults, trials) in [_program(index, trials) for index in chosen]:

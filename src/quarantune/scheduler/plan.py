@@ -63,6 +63,15 @@ class ConfigSource:
         """Returns at most `count` further configs by index; fewer if it waits for trials, or at its end."""
         return {}
 
+    @property
+    def total(self) -> int:
+        """The most configs that it may give."""
+        return 0
+
+    def rest(self) -> Mapping[int, Config]:
+        """Returns configs for one more run after a run has ended; waits for them. Empty if no run need follow."""
+        return {}
+
     def ended(self, index: int, trial: Trial) -> None:
         """Receives the trial of any config of a run, as soon as it has ended."""
 

@@ -136,6 +136,8 @@ class Routes:
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.ledger.untuned)
             try:
                 self._run_routes(configs)
+                while further := dict(self._request.source.rest()):
+                    self._run_routes(further)
             except ReferenceFailedError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.judge_held(finish)

@@ -70,7 +70,7 @@ class ClaimAndJournal:
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._readable = call.readable
         self._sweeps = sweeps.log(settings.cache_dir, *call.id)
-        self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
+        self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.read_directories)
         described = [each for each in call.values.values() if isinstance(each, dict)]
         arrays = sorted(canonical_json(each) for each in described if "shape" in each or each.get("leaves"))
         self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))

@@ -7,11 +7,11 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
-from quarantune.answers.layers import Layers, open_store
+from quarantune.answers.layers import Layers, save
 from quarantune.answers.memory import Memory
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.sweeps import SweepState
@@ -61,6 +61,9 @@ from quarantune.values.trial import (
     with_bits,
 )
 
+if TYPE_CHECKING:
+    from quarantune.engine.among_ranks import Board
+
 _logger = logging.getLogger("quarantune")
 
 _FIRST = 16
@@ -102,6 +105,16 @@ class Tuning:
             self._memory.remember(call.id, error)
             raise
         return self.remember(call, result, now)
+
+    def help(self, call: KeyedCall, now: Situation, board: Board, why_over: Callable[[], str]) -> None:
+        """Measures configs of a call for the rank that tunes it; see `among_ranks.help_with`."""
+        from quarantune.engine import among_ranks
+
+        request = SweepRequest.of(call, now.settings, Ledger())
+        records = ClaimAndJournal(call, now, request.limits)
+        options = call.call.function.options
+        recall = Recall() if records.directory is None else records.recall(options, start_over=now.start_over)
+        among_ranks.help_with(dataclasses.replace(request, recall=recall, space=call.call.configs), board, why_over)
 
     def remember(self, call: KeyedCall, result: TuningResult, now: Situation) -> Answer:
         """Remembers a result in this process, and returns it as an answer."""
@@ -390,7 +403,12 @@ class TuningJob:
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )
-        return place_of(self._now.settings).run(request, configs)
+        place = place_of(self._now.settings)
+        if self._now.board is not None and place.is_here:
+            from quarantune.engine import among_ranks  # few programs have ranks
+
+            return among_ranks.lead(request, configs, self._now.board, self._configs)
+        return place.run(request, configs)
 
     @lazy
     def _search(self) -> SearchLimits:
@@ -557,7 +575,7 @@ class TuningJob:
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:
             with self._records.saving():
-                open_store(self._now.settings).put(*self._key, entry, prefer=more_thorough)
+                save(self._now.settings, self._key, entry, prefer=more_thorough)
 
     def _result_of(self, answer: Answer) -> TuningResult:
         assert answer.config is not None

@@ -28,6 +28,7 @@ class SettingKeywords(TypedDict, total=False):
 
     cache_dir: _Place | None
     cache_path: str | Iterable[_Place] | None
+    push: str | None
     disable_cache: _Flag | None
     always_tune: _Flag | None
     on_miss: Literal["tune", "default", "nearest", "rule", "error"] | None

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quarantune.host import shared_files
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_whole
-from quarantune.values.options import NUMERICS, Search, check_search
-from quarantune.values.texts import shown
+from quarantune.values.options import AUTO, NUMERICS, Search, check_search
+from quarantune.values.texts import BUCKET_URL, STORE_URL, shown
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from quarantune.values.store_url import StoreURL
+
 _DIRECTORY = (
-    "a directory of a file system, not a URL: for a bucket, use a local directory, copy it there and back with the "
-    "bucket's own tools, and combine results with `quarantune cache merge`"
+    "a directory of a file system, not a URL: results at a URL are read with QUARANTUNE_CACHE_PATH, and copied with "
+    "`quarantune cache push` and `quarantune cache pull`"
 )
+SHARE = "share"
+"""The value of `agree` with which ranks share every sweep."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -109,6 +113,11 @@ def _choice(*names: str) -> tuple[Callable[[Any], str], str]:
     return parse, f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
 
 
+def _agreement(value: Any) -> bool | str:
+    is_share = isinstance(value, str) and value.strip().lower() == SHARE
+    return SHARE if is_share else _flag(value)
+
+
 def _search(value: Any) -> str | Search:
     search = value.strip().lower() if isinstance(value, str) else value
     check_search(search)
@@ -140,16 +149,34 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _paths(value: Any) -> tuple[Path, ...]:
-    if isinstance(value, str) and "://" in value:  # the colon of a URL does not separate directories
-        raise ValueError
+def _places(value: Any) -> tuple[Path | StoreURL, ...]:
+    if isinstance(value, str) and "://" in value:
+        from quarantune.values.store_url import split_places  # few programs name a URL
+
+        value = split_places(value)
     items: Iterable[Any] = (
         value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
     )
-    paths = tuple(_path(item) for item in items if not isinstance(item, str) or item.strip())
-    if not paths:
+    places = tuple(
+        _url(item) if isinstance(item, str) and "://" in item else _path(item)
+        for item in items
+        if not isinstance(item, str) or item.strip()
+    )
+    if not places:
         raise ValueError
-    return paths
+    return places
+
+
+def _url(value: Any) -> StoreURL:
+    from quarantune.values.store_url import StoreURL
+
+    return StoreURL.parse(os.fspath(value))
+
+
+def _bucket(value: Any) -> StoreURL:
+    if not (url := _url(value)).is_bucket:
+        raise ValueError
+    return url
 
 
 def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None) -> Any:
@@ -180,7 +207,8 @@ class Settings:
 
     Attributes:
         cache_dir: the directory of the results.
-        cache_path: directories to read after `cache_dir`, in order; they are never written.
+        cache_path: directories and URLs to read after `cache_dir`, in order; they are never written.
+        push: the bucket that receives this job's results when it ends.
         disable_cache: whether the cache on disk is neither read nor written.
         always_tune: whether to tune cached calls also, once per process and key.
         on_miss: `tune`, `default`, `nearest`, `rule` or `error`.
@@ -198,7 +226,8 @@ class Settings:
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
-        agree: whether the ranks of one `jax.distributed` program use one config.
+        agree: how the ranks of one `jax.distributed` program use one config: with `auto`, they share long sweeps; with
+            `share`, all sweeps; with True, one rank tunes. False lets each tune for itself.
         progress: False shows neither progress nor the last line. None shows both, but only the last line without a
             terminal, a notebook or the variable `CI`. True also writes a line every 10 s there.
         record: the directory to record calls without a saved result in, or the function of a `recording` block
@@ -213,7 +242,10 @@ class Settings:
     cache_dir: Path = dataclasses.field(
         default_factory=_default_cache_dir, metadata={"parse": _path, "accepts": _DIRECTORY, "unset": None}
     )
-    cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}', and none a URL", ())
+    cache_path: tuple[Path | StoreURL, ...] = _setting(
+        _places, f"directories or URLs separated by '{os.pathsep}', as /DIRECTORY, {STORE_URL}", ()
+    )
+    push: StoreURL | None = _setting(_bucket, f"the URL of a bucket: {BUCKET_URL}")
     disable_cache: bool = _setting(_flag, "0 or 1", False)
     always_tune: bool = _setting(_flag, "0 or 1", False)
     on_miss: str = _setting(*_choice("tune", "default", "nearest", "rule", "error"), "tune")
@@ -234,7 +266,7 @@ class Settings:
     configs_per_worker: int | None = _setting(_number(int, least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(*_choice("fork", "spawn"), unset="auto")
     isolation: str = _setting(*_choice("auto", "process", "compile", "none"), "auto")
-    agree: bool = _setting(_flag, "0", True, unset="auto")
+    agree: bool | str = _setting(_agreement, "0, 1, 'share'", AUTO, unset=AUTO)
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     record: Path | Callable[..., None] | None = _setting(
         lambda value: value if callable(value) else _path(value), _DIRECTORY
@@ -252,6 +284,11 @@ class Settings:
         "an address of this machine and a port or ports from 1 to 65535, as in '10.0.0.5:8790', "
         "'[fd00::5]:8790-8799', or ':8790' for all addresses",
     )
+
+    @property
+    def read_directories(self) -> list[Path]:
+        """The directories of `cache_path`."""
+        return [place for place in self.cache_path if isinstance(place, Path)]
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}

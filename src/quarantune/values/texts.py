@@ -5,16 +5,24 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+STORE_URL = "https://HOST/PATH, http://HOST/PATH, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+BUCKET_URL = (
+    "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, without credentials, which come from the bucket's own variables and "
+    "files. A web server takes no results: jobs that send at once would overwrite each other's"
+)
 _MOST_SHOWN = 80
 _LETTERS = {"bfloat": "bf", "float": "f", "complex": "c", "int": "s", "uint": "u"}
 _SHORT = {f"{kind}{bits}": f"{letter}{bits}" for kind, letter in _LETTERS.items() for bits in (4, 8, 16, 32, 64, 128)}
 _SHORT["bool"] = "pred"
 _DEEPEST = 20
 _LARGEST_SIZE = 1e300
+_ADDRESS = re.compile(r"""://(\S*@|)([^\s?]*?)(\?\S*?|)(?=['":;,.)\]}]*(?:\s|$))""")
+"""A URL after its scheme: user and password, place and query, without the punctuation that follows it."""
 
 
 # --- text for messages and tables ---
@@ -49,13 +57,18 @@ def check_options(
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a user's value, cut to a line's length."""
+    """Returns the repr of a user's value, cut to a line's length and without the credentials of URLs."""
     try:
-        text = repr(value)
+        text = without_secrets(repr(value))
     except Exception as error:
         is_too_long = isinstance(value, int) and isinstance(error, ValueError)  # Python refuses to write it
         text = f"a very large {type(value).__name__}" if is_too_long else f"an object of {type(value).__qualname__}"
     return cut(text, _MOST_SHOWN)
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text with `***` for the users, passwords and queries of its URLs."""
+    return _ADDRESS.sub(lambda it: f"://{it[1] and '***@'}{it[2]}{it[3] and '?***'}", text)
 
 
 def cut(text: str, most: int) -> str:

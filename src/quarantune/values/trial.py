@@ -332,6 +332,11 @@ class Trial(Record):
         """Device memory that its program takes: arguments, output and intermediate arrays; None if unknown."""
         return (self.figures or NO_FIGURES).device_bytes
 
+    @property
+    def machine(self) -> str:
+        """The machine or rank that measured it for this sweep; empty for the machine of the sweep itself."""
+        return self.device.partition(" on ")[2]
+
     def without_times(self, outcome: Outcome, message: str, **changes: Any) -> Trial:
         """Returns the trial with another outcome and without its times.
 

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import python
+from store_servers import new_job, web_store
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
+from quarantune.buckets import orders
 from quarantune.cache.entry_file import SCHEMA
 from quarantune.cache.store import Store
 from quarantune.calls.key import keyed
@@ -59,7 +61,7 @@ def store_winner(directory: Path, fn: Any, n: int, *args: Any, key: str | None =
     Store(directory).put(fn.name, call.id.device, key or call.id.key, entry | fields)
 
 
-def on_path(*directories: Path, **others: Any) -> Any:
+def on_path(*directories: Path | str, **others: Any) -> Any:
     return quarantune.settings(cache_path=os.pathsep.join(map(str, directories)), **others)
 
 
@@ -86,6 +88,28 @@ def test_layers_answer_in_order_with_usable_entries_only(tmp_path: Path, cache_d
         assert kernel().lookup(X) == {"n": 1}, "the user's own cache comes first"
     with on_path(two, disable_cache=True):
         assert kernel().lookup(X) is None
+
+
+def test_a_url_is_a_layer_at_its_place(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "FETCHING_S", 60.0)  # more than a busy machine needs
+    new_job()
+    store_winner(tmp_path / "served", kernel(), 2, X)
+    store_winner(tmp_path / "last", kernel(), 1, X)
+    served = {"scale.json": (tmp_path / "served" / "scale.json").read_bytes()}
+    with web_store(served) as server, on_path(tmp_path / "none", server.url.parts.geturl(), tmp_path / "last"):
+        with pytest.warns(CacheWarning, match="none', which is not a directory"):
+            assert kernel().lookup(X) == {"n": 2}
+        assert kernel().lookup(X) == {"n": 2}
+        assert len(server.requests) == 1, "of one process and function"
+        server.objects.clear()
+        new_job()
+        assert kernel().lookup(X) == {"n": 1}, "what is gone is not used"
+        with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError, match=f"asked: .*, {server.url}, "):
+            kernel(factor=2)(X)
+        store_winner(cache_dir, kernel(), 1, X[:4])
+        assert kernel().lookup(X[:4]) == {"n": 1}
+        assert len(server.requests) == 2, "no request if the user's cache has the result"
+    new_job()
 
 
 def test_a_read_only_layer_is_never_changed_even_if_damaged(tmp_path: Path, cache_dir: Path) -> None:
@@ -373,6 +397,7 @@ def test_a_package_answers_from_its_tables_and_writes_nothing(tmp_path: Path) ->
         place,
         """
         from quarantune.answers.answer import Situation
+from quarantune.buckets import orders
         from quarantune.calls.key import keyed
         from quarantune.tuning.starts import earlier_winners
         from quarantune.values.blocks import current

@@ -226,6 +226,11 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache merge nowhere", "there is no directory 'nowhere'"),
         ("cache export out nothing", "nothing is cached for 'nothing'"),
         ("cache export out --device H20", "Did you mean 'H200'"),
+        ("cache push tables", "'tables' is not a URL of results: give https://HOST/PATH"),
+        ("cache push https://user:word@host/x", "nothing can be pushed to https://***@host/x: give s3://"),
+        ("cache push s3://key:word@bucket", "'s3://***@bucket' is not a URL of results"),
+        ("cache push gs://bucket --only kernels.scal", "Did you mean 'kernels.scale'"),
+        ("cache pull file:///tmp", "'file:///tmp' is not a URL of results"),
         ("cache prune --older-than soon", "as 90d, 12h or 30m"),
         ("cache rm", "quarantune cache rm: NAME is missing: functions by their names in the cache"),
         ("cache diff", "DIR is missing: the other cache directory"),
@@ -376,7 +381,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         if (handler := parser.get_default("run")) and handler != "help:help":  # `help` shows another command's help
             handlers.add(handler)
     assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse breaks none of these lines
-    assert len(handlers) == 18
+    assert len(handlers) == 20
     for handler in handlers:
         module, _, name = handler.partition(":")
         assert callable(getattr(importlib.import_module(f"quarantune.cli.{module}"), name))

@@ -405,6 +405,18 @@ def test_a_queued_clock_times_real_runs() -> None:
 # --- choosing the finalists ---------------------------------------------------------------------------------
 
 
+def test_the_fastest_config_of_each_rank_is_in_the_final() -> None:
+    def timed(ms: float, machine: str) -> Trial:
+        return dataclasses.replace(trial(ms, samples_ms=(ms,)), device=f"cpu:0{machine}", own_ms=ms)
+
+    trials = dict(enumerate([timed(1.0, ""), timed(1.01, ""), timed(2.0, " on rank 1"), timed(3.0, " on rank 1")]))
+    assert finals.in_final(trials, None) == [0, 1, 2]
+    trials[4] = timed(9.0, " on rank 2")
+    assert finals.in_final(trials, None) == [0, 1, 2, 4]
+    many = trials | {10 + rank: timed(9.0 - rank / 100, f" on rank {rank}") for rank in range(3, 30)}
+    assert len(finals.in_final(many, None)) == 2 + finals.MOST_FINALISTS
+
+
 def trial(time_ms: float | None, outcome: Outcome = Outcome.OK, samples_ms: tuple[float, ...] = ()) -> Trial:
     return Trial(config={}, outcome=outcome, time_ms=time_ms, samples_ms=samples_ms)
 

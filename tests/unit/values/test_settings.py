@@ -79,7 +79,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("disable_cache", "maybe", "0 or 1"),
         ("on_miss", "panic", "'tune', 'default', 'nearest', 'rule' or 'error'"),
         ("cache_dir", "~no such user/there", "a directory of a file system"),
-        ("cache_path", ":", "directories separated by ':'"),
+        ("cache_path", ":", "directories or URLs separated by ':'"),
         ("num_workers", "150%", "'50%', or 'auto'"),
         ("num_workers", "0%", "a share of the available cores"),
         ("num_workers", "half", "a share of the available cores"),
