@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import pickle
 import queue
 import shutil
@@ -22,12 +24,20 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import pytest
 
+from quarantune.host.process import SANDBOX_MARK
+
 _SETUP = """
-hostname "$0" && mount --bind "$1" /proc/sys/kernel/random/boot_id && mount -t tmpfs tmpfs /tmp && ip link set lo up &&
-echo ready && exec cat
+hostname "$0" && mount --bind "$1" /proc/sys/kernel/random/boot_id && mount --bind "$2" /etc/hosts &&
+if [ -n "$5" ]; then
+    mount --bind "$4" /mnt && mount -t tmpfs -o mode=755 tmpfs "$5" && mkdir -p "$4" && mount --move /mnt "$4"
+fi &&
+mount --bind "$3" /mnt && mount -t tmpfs -o mode=1777 tmpfs /tmp && mount -t tmpfs -o mode=1777 tmpfs /dev/shm &&
+ip link set lo up && echo ready && exec cat
 """
+_SWITCH = Path(__file__).with_name("emulated_switch.py")
 _SIZE = struct.Struct("<Q")
 
 
@@ -38,18 +48,54 @@ class Host:
     Attributes:
         name: its name.
         pid: the process that keeps its namespaces.
+        user: the user whose commands run there.
+        names: the file that is its /etc/hosts.
     """
 
     name: str
     pid: int
+    user: int = 0
+    names: str = ""
 
     def command(self, *words: str) -> list[str]:
         """Returns a command that runs another one on this host."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", *words]
+        user = ["-S", str(self.user), "-G", str(self.user)] if self.user else []
+        return ["nsenter", "-t", str(self.pid), "-n", "-u", "-m", *user, *words]
+
+    def knows(self, *names: tuple[str, str]) -> None:
+        """Replaces its /etc/hosts with addresses and their names."""
+        lines = [("127.0.0.1", "localhost"), ("::1", "localhost"), *names]
+        Path(self.names).write_text("".join(f"{address} {name}\n" for address, name in lines))
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns all processes of this host except the keeper of its namespaces."""
+        space, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if process.pid != self.pid and os.readlink(f"/proc/{process.pid}/ns/net") == space:
+                    found.append(process)
+        return found
+
+    def sandboxes(self) -> list[psutil.Process]:
+        """Returns the processes of sweeps on this host."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, OSError):
+                if SANDBOX_MARK in process.environ():
+                    found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """Kills everything that runs on this host; its namespaces stay."""
+        while running := [each for each in self.processes() if each.status() != psutil.STATUS_ZOMBIE]:
+            for process in running:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
     def run(self, *words: str) -> str:
-        """Runs a command on this host, and returns its output."""
-        return subprocess.run(self.command(*words), check=True, capture_output=True, text=True, timeout=60).stdout
+        """Runs a command on this host as root, and returns its output."""
+        command = dataclasses.replace(self, user=0).command(*words)
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def popen(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a command on this host."""
@@ -64,10 +110,7 @@ def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
         directory: an empty directory.
         *names: their names.
     """
-    if missing := next((tool for tool in ("ip", "nsenter", "unshare", "hostname") if shutil.which(tool) is None), None):
-        pytest.skip(f"needs the command {missing}")
-    if Path(__file__).is_relative_to("/tmp"):
-        pytest.skip("each host mounts a new /tmp, which would hide this checkout")
+    _skip_unless_possible()
     with contextlib.ExitStack() as running:
         switch, *started = [running.enter_context(_host(directory, name)) for name in ("switch", *names)]
         try:
@@ -83,11 +126,95 @@ def hosts(directory: Path, *names: str) -> Iterator[list[Host]]:
         yield started
 
 
+class Network:
+    """Hosts on a switch with faults. Every host has `/mnt` in common, and an own user, /tmp and /etc/hosts.
+
+    Attributes:
+        hosts: the hosts by name.
+        addresses: their addresses by name.
+        absent: an address in their network that no host has.
+    """
+
+    def __init__(self, hosts: Sequence[Host], switch: subprocess.Popen[str], addresses: Sequence[str]) -> None:
+        """Knows each host by its name."""
+        self.hosts = {host.name: host for host in hosts}
+        self.addresses = dict(zip(self.hosts, addresses, strict=True))
+        self._switch = switch
+        self.absent = f"{addresses[0][:-1]}250"
+
+    def faults(self, *rules: tuple[str, str, dict[str, Any]]) -> None:
+        """Replaces the faults of the network.
+
+        Args:
+            *rules: a host, another one, and the fields of `emulated_switch.Link` for the way to the other.
+        """
+        assert self._switch.stdin is not None
+        assert self._switch.stdout is not None
+        self._switch.stdin.write(json.dumps(rules) + "\n")
+        self._switch.stdin.flush()
+        assert self._switch.stdout.readline() == "ok\n"
+
+    def apart(self, one: str, other: str) -> None:
+        """Cuts the way between two hosts in both directions, and mends everything else."""
+        self.faults((one, other, {"is_cut": True}), (other, one, {"is_cut": True}))
+
+
+@contextlib.contextmanager
+def network(directory: Path, *names: str, family: int = 4) -> Iterator[Network]:
+    """Starts hosts on a switch with faults.
+
+    Args:
+        directory: an empty directory.
+        *names: their names.
+        family: 4 or 6, for the only version of IP that they have on the switch.
+    """
+    _skip_unless_possible()
+    with contextlib.ExitStack() as running:
+        made = [running.enter_context(_host(directory, name)) for name in names]
+        devices = json.dumps([(host.name, host.pid, "eth0", "lan") for host in made])
+        command = [sys.executable, str(_SWITCH), devices]
+        switch = running.enter_context(subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True))
+        assert switch.stdin is not None
+        assert switch.stdout is not None
+        assert switch.stderr is not None
+        running.callback(switch.stdin.close)
+        if switch.stdout.readline() != "ready\n":
+            pytest.skip(f"this machine allows no TAP devices: {switch.stderr.read().strip().splitlines()[-1]}")
+        for number, host in enumerate(made, 1):
+            host.run("ip", "link", "set", "eth0", "mtu", "9000", "up")
+            address = f"10.78.6.{number}/24" if family == 4 else f"fd77:6::{number}/64 nodad"
+            host.run(*f"ip addr add {address} dev eth0".split())
+        is_open = not (_private(Path(__file__)) or _private(Path(sys.executable)))
+        hosts = [dataclasses.replace(host, user=2000 + number if is_open else 0) for number, host in enumerate(made)]
+        addresses = [f"10.78.6.{n}" if family == 4 else f"fd77:6::{n}" for n in range(1, 1 + len(hosts))]
+        for host in hosts:
+            host.knows(*zip(addresses, names, strict=True))
+        yield Network(hosts, switch, addresses)
+
+
+def _private(path: Path) -> Path | None:
+    """Returns the outermost directory around a path that other users may not enter; None without one."""
+    return next((each for each in reversed(path.parents) if not each.stat().st_mode & 0o001), None)
+
+
+def _skip_unless_possible() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if missing := next((tool for tool in ("ip", "nsenter", "unshare", "hostname") if shutil.which(tool) is None), None):
+        pytest.skip(f"needs the command {missing}")
+    if Path(__file__).is_relative_to("/tmp"):
+        pytest.skip("each host mounts a new /tmp, which would hide this checkout")
+
+
 @contextlib.contextmanager
 def _host(directory: Path, name: str) -> Iterator[Host]:
-    boot_id = directory / f"boot-id-of-{name}"
+    boot_id, names, shared = directory / f"boot-id-of-{name}", directory / f"hosts-of-{name}", directory / "shared"
     boot_id.write_text(f"{uuid.uuid4()}\n")
-    setup = ["sh", "-c", _SETUP, name, str(boot_id)]
+    names.write_text("127.0.0.1 localhost\n::1 localhost\n")
+    shared.mkdir(exist_ok=True)
+    shared.chmod(0o777)
+    private = _private(Path(sys.base_prefix))
+    setup = ["sh", "-c", _SETUP, name, str(boot_id), str(names), str(shared), sys.base_prefix, str(private or "")]
     command = ["unshare", "-n", "-u", "-m", "--propagation", "private", *setup]
     with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True) as keeper:
         assert keeper.stdin is not None
@@ -96,7 +223,7 @@ def _host(directory: Path, name: str) -> Iterator[Host]:
         try:
             if keeper.stdout.readline() != "ready\n":
                 pytest.skip(f"this machine does not allow new namespaces: {keeper.stderr.read().strip()}")
-            yield Host(name, keeper.pid)
+            yield Host(name, keeper.pid, names=str(names))
         finally:
             keeper.stdin.close()
 

@@ -46,6 +46,7 @@ from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values.codec import DamageError
 from quarantune.values.errors import EngineError
+from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome, Trial
 
 X = jnp.ones((8, 128))
@@ -436,7 +437,8 @@ def request_of(ledger: Ledger) -> Any:
         compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
     )
     return SimpleNamespace(
-        problem=SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(), ledger=ledger
+        problem=SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(), ledger=ledger,
+        settings=Settings(),
     )  # fmt: skip
 
 
@@ -1076,12 +1078,11 @@ def test_many_shards_that_greet_at_once_are_all_heard() -> None:
     assert sorted(begun) == list(range(many))
 
 
-class Unknown(Executor):
+class Unknown(ThreadPoolExecutor):
     """An executor of an unknown kind, so that its shards may run anywhere."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(fn, *args, **kwargs)
+        return super().submit(fn, *args, **kwargs)
 
 
 @pytest.mark.slow

@@ -372,9 +372,9 @@ def _connected(address: str) -> Iterator[Executor]:
                 engine.init("auto" if place == "auto" else address, log_to_driver=False)
                 connection.callback(engine.shutdown)
                 executor = quarantune.ray.executor()
-        except ImportError as error:
-            raise InputError(f"--executor {address} needs Ray's client: pip install 'ray[client]'") from error
-        except (OSError, ValueError, RuntimeError) as error:
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            if "ray[client]" in str(error) or isinstance(error, ImportError):
+                raise InputError(f"--executor {address} needs Ray's client: pip install 'quarantune[ray]'") from error
             kind = "Dask scheduler" if scheme == "dask" else "Ray cluster"
             reason = message_of(error)
             raise InputError(f"no {kind} answers at {place!r} ({reason}): start one, or correct the address") from error

@@ -191,7 +191,7 @@ def _read(text: str, config: Config) -> Trial:
         return Trial(config=config, outcome=Outcome.LOST, message=str(error))
 
 
-class _Part(ConfigSource):
+class _Taker(ConfigSource):
     """The configs that one rank takes from the lists."""
 
     def __init__(self, board: Board, configs: Sequence[Config]) -> None:
@@ -223,7 +223,7 @@ class _Part(ConfigSource):
         self._open = collections.deque(index for index in self._open if index not in taken)
 
 
-class _Leader(_Part):
+class _Leader(_Taker):
     """The part of the rank that leads, and its view of the other parts."""
 
     def __init__(self, board: Board, request: SweepRequest, space: Space) -> None:
@@ -348,7 +348,7 @@ class _Leader(_Part):
         return again
 
 
-class _Helper(_Part):
+class _Helper(_Taker):
     """The part of a rank that helps."""
 
     def __init__(self, board: Board, space: Space, why_over: Callable[[], str]) -> None:

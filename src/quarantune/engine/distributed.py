@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
+import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from typing import Any
 
+from quarantune.devices import discovery
 from quarantune.devices.targets import Target
 from quarantune.engine import remote, shards
 from quarantune.engine.remote import End
@@ -199,7 +203,11 @@ class WholeSweeps(Executor):
 # --- the device of an engine's machines -----------------------------------------------------------------------
 
 _MOST_ASKED = 6
-"""Number of further answers to ask for if the first machine cannot take part."""
+"""Number of questions to the machines of an engine about their device."""
+_STAYS_S = 0.1
+"""Seconds for which a machine that answers stays busy, so that another machine gets the next question."""
+_HEARS_S = 1.0
+"""Seconds to wait for further answers after the first."""
 _LOOK_S = 0.2
 """Time within which Ctrl-C ends a wait for an engine."""
 
@@ -207,7 +215,7 @@ _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionar
 
 
 def device(executor: Executor) -> Target:
-    """Returns the device of the first machine of an engine that answers.
+    """Returns the device of an engine's machines: of this process's kind if any has it, else of the most common kind.
 
     Raises:
         EngineError: the engine cannot run anything, or its machines cannot take part.
@@ -223,35 +231,69 @@ def device(executor: Executor) -> Target:
 
 
 def _ask(executor: Executor) -> Target:
-    """Returns the device of the first machine that can take part.
+    """Asks several machines for their device, and chooses one.
 
     Raises:
         EngineError: no machine answered, or no machine that answered can take part.
     """
+    is_one = shards.is_on_this_machine(executor)
+    try:
+        futures = [
+            executor.submit(remote.describe, 0.0 if is_one else _STAYS_S) for _ in range(1 if is_one else _MOST_ASKED)
+        ]
+    except Exception as error:
+        raise _unable(executor, error) from error
     faults: dict[str, None] = {}
-    for count in (1, _MOST_ASKED):  # several at a time, so that other machines get some of them
-        try:
-            futures = [executor.submit(remote.describe) for _ in range(count)]
-        except Exception as error:
-            raise _unable(executor, error) from error
-        for future in futures:
+    found: dict[str, JsonObject] = {}
+    silence, ends_at, waiting = Silence(executor), math.inf, set(futures)
+    while waiting and time.monotonic() < ends_at:
+        done, waiting = wait(waiting, _LOOK_S, FIRST_COMPLETED)
+        for future in filter(done.__contains__, futures):
             try:
-                found = _description(executor, future)
+                about = _description(executor, future)
             except EngineError as error:
                 faults[str(error)] = None
                 continue
-            return Target(
-                name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"]
-            )
-    raise EngineError("; ".join(faults))
+            found.setdefault(str(about["host"]), about)
+            ends_at = min(ends_at, time.monotonic() + _HEARS_S)
+        if not found:
+            silence.check()
+    for future in waiting:
+        with contextlib.suppress(NotImplementedError):  # Parsl cannot cancel futures
+            future.cancel()
+    if not found:
+        raise EngineError("; ".join(faults))
+    return _chosen(executor, found)
+
+
+def _chosen(executor: Executor, found: Mapping[str, JsonObject]) -> Target:
+    """Returns the device to tune for.
+
+    Args:
+        executor: the engine.
+        found: the descriptions of machines by host, at least one.
+    """
+    hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for host, about in found.items():
+        hosts[about["platform"], about["kind"]].append(host)
+    platform, kind = max(hosts, key=lambda each: len(hosts[each]))  # of equals, the first that answered
+    if len(hosts) > 1:
+        why = "most of the machines that answered have it"
+        with contextlib.suppress(Exception):  # this process may have no device
+            if (ours := discovery.platform_and_kind(None)) in hosts:
+                (platform, kind), why = ours, "this process has the same kind"
+        _logger.warning(
+            "the executor %s has machines of several kinds (%s), and tunes for %s, because %s: machines of other kinds "
+            "take no part",
+            type(executor).__name__,
+            "; ".join(f"{name} on {', '.join(sorted(on))}" for (_, name), on in hosts.items()),
+            *(kind, why),
+        )
+    return Target(name=kind, platform=platform, device_kind=kind, origin=hosts[platform, kind][0])
 
 
 def _description(executor: Executor, future: Future[Any]) -> JsonObject:
-    """Waits for a machine's description of itself, and returns it if the machine can take part."""
-    silence = Silence(executor)
-    while not future.done():
-        wait([future], _LOOK_S)
-        silence.check()
+    """Returns a machine's description of itself if the machine can take part."""
     try:
         found: JsonObject = future.result()
     except Exception as error:
@@ -263,7 +305,7 @@ def _description(executor: Executor, future: Future[Any]) -> JsonObject:
 
 
 def _unable(executor: Executor, error: Exception) -> EngineError:
-    reason = f"{type(error).__name__}: {error}"
+    reason = remote.reason_of(error)
     if remote.means_death(error):
         reason = f"its worker ended; perhaps it {remote.lacks_package(reason)}"
     return EngineError(f"the executor {type(executor).__name__} could not run a first task: {reason}")

@@ -43,7 +43,7 @@ class OnEngine:
     is_here = False
 
     def device(self) -> Target:
-        """Returns the device of the first machine that answers."""
+        """Returns the device of the machines."""
         from quarantune.engine import distributed  # few programs have an engine
 
         return distributed.device(self.executor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -42,7 +43,8 @@ from quarantune.values.options import Options
 from quarantune.values.trial import END, READY, TIME, Outcome, Phase, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
-"""The ways in which a shard ends on its machine."""
+UNREACHED = "unreached"
+"""The ways in which a shard ends on its machine. `UNREACHED`: it cannot connect to its submitter, and has not begun."""
 NO_CONFIG = -1
 """Index in the message that a machine has the device and begins."""
 REFUSAL_S = 0.3
@@ -230,7 +232,7 @@ class End(Record):
     """A shard has ended on its machine.
 
     Attributes:
-        end: the way it ended: `DONE`, `STOPPED`, `LATE`, `REFUSED` or `FAILED`.
+        end: the way it ended: `DONE`, `STOPPED`, `LATE`, `REFUSED`, `FAILED` or `UNREACHED`.
         host: the machine.
         error: the reason for a failure or a refusal.
         kind: the type of the error if the call itself is at fault; else empty.
@@ -238,6 +240,7 @@ class End(Record):
         warm_ms: `Final.warm_ms` of its fastest configs, if the shard was whole.
         untuned: `Swept.untuned` of its sweep.
         complaint: `Swept.complaint` of its sweep.
+        unreached: `Contact.unreached` of its machine.
         trials: all its trials; only in the result that the engine returns.
     """
 
@@ -249,6 +252,7 @@ class End(Record):
     warm_ms: _Rounds = ()
     untuned: Trial | None = None
     complaint: _Text = ""
+    unreached: _Text = ""
     trials: tuple[ConfigEnded, ...] = ()
 
     @property
@@ -273,6 +277,14 @@ def read(message: JsonObject) -> End | ConfigEntered | ConfigTraced | ConfigEnde
 def means_death(error: BaseException) -> bool:
     """Returns whether an engine's error means a dead worker, and not only that the engine gave up the work."""
     return isinstance(error, concurrent.futures.BrokenExecutor) or any(part in type(error).__name__ for part in _DEATHS)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns an engine's error as text, with a remedy if the engine cancelled the work."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if not isinstance(error, concurrent.futures.CancelledError):
+        return said
+    return f"the engine cancelled it ({said}): its client may have lost the scheduler; see that it runs, and reconnect"
 
 
 def cannot_import(error: BaseException) -> str | None:
@@ -312,6 +324,10 @@ def check_description(found: Any) -> None:
 # --- the shard on its machine ---------------------------------------------------------------------------------
 
 
+_unreached: collections.deque[str] = collections.deque(maxlen=64)
+"""The secrets of the sweeps whose submitters know that this process cannot connect to them."""
+
+
 class _EndError(Exception):
     """Ends a shard early.
 
@@ -330,11 +346,15 @@ def versions_here() -> dict[str, str]:
     return {name: found[name] for name in ("quarantune", "jax", "jaxlib")} | {"python": python}
 
 
-def describe() -> JsonObject:
+def describe(stays_s: float = 0.0) -> JsonObject:
     """Returns the platform and the kind of the device that this process would tune for, or the error.
 
     An engine runs it before any sweep, so its result is plain data. It raises nothing.
+
+    Args:
+        stays_s: seconds for which this machine stays busy, so that other machines get the same question.
     """
+    time.sleep(stays_s)
     found: JsonObject = {"host": socket.gethostname(), "versions": versions_here()}
     try:
         return found | dict(zip(("platform", "kind"), discovery.platform_and_kind(None), strict=True))
@@ -345,16 +365,23 @@ def describe() -> JsonObject:
 def run(task: Mapping[str, Any]) -> JsonObject:
     """Runs a shard, and returns its `End` as plain data; raises nothing.
 
+    The first shard of a process that cannot connect to its submitter ends at once, so that the submitter can name the
+    machine early. The next ones run without a connection.
+
     Args:
         task: the task from `Shards._task`; it is plain data, so that machines with another version can report that.
     """
     host = socket.gethostname()
-    line = contact.reach(Address.from_json(task["address"]), task["shard"], {"host": host, "pid": os.getpid()})
+    address = Address.from_json(task["address"])
+    line = contact.reach(address, task["shard"], {"host": host, "pid": os.getpid()})
     if line is False:
         return End(end=STOPPED, host=host).to_json()
+    if line.unreached and not task.get("may_be_silent") and address.token not in _unreached:
+        _unreached.append(address.token)
+        return End(end=UNREACHED, host=host, unreached=line.unreached).to_json()
     with contextlib.closing(line):
         shard = _ShardRun(task, line, host)
-        end = dataclasses.replace(shard.run(), host=host)
+        end = dataclasses.replace(shard.run(), host=host, unreached=line.unreached)
         line.say(end.to_json())
         if end.end == REFUSED:  # stay busy, so that another machine takes the shard
             time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + task["refusals"])))

@@ -10,12 +10,12 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
 from quarantune.engine import remote
-from quarantune.engine.contact import MOST_UNKNOWN, Contacts
+from quarantune.engine.contact import MOST_UNKNOWN, Contacts, PortsHeldError
 from quarantune.engine.remote import ConfigEnded, ConfigEntered, ConfigTraced, End
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource, Proof
@@ -23,7 +23,7 @@ from quarantune.sweep.request import SweepRequest
 from quarantune.values.codec import DamageError, JsonObject, as_json
 from quarantune.values.configs import Config
 from quarantune.values.errors import EngineError
-from quarantune.values.trial import END, READY, Outcome, Trial
+from quarantune.values.trial import AGAIN, END, READY, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -43,6 +43,7 @@ _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
 
 With more shards, a search would choose configs from less knowledge.
 """
+_ALIKE = "give all machines the same versions, modules and kind of device"
 _TICK_S = 0.1
 _GRACE_S = 30.0
 
@@ -69,6 +70,9 @@ class Shards:
             request: the sweep.
             proof: compares the program of one config with the caller's.
             check: runs many times a second; its errors end all shards.
+
+        Raises:
+            EngineError: this process cannot listen at the address of its settings.
         """
         self._executor = executor
         self._proof, self._check = proof, check
@@ -84,9 +88,11 @@ class Shards:
         self._refusing: set[str] = set()
         self._refused_at = self._took_part_at = self._resumes_at = 0.0
         self._is_heard = False
+        self._unreached: set[str] = set()
         self._numbers = itertools.count()
-        is_local = any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
-        self._contacts = Contacts(self._greet, is_local=is_local)
+        is_local = is_on_this_machine(executor)
+        self._listen = None if is_local else request.settings.listen
+        self._contacts = self._listening(is_local=is_local)
         self._address = self._contacts.address.to_json()
         self._silence = Silence(executor)
         self._most = most_at_a_time()
@@ -117,7 +123,7 @@ class Shards:
             self._submit_some()
             if not self._shards and not self._pending:
                 return self._ends
-            for event in self._contacts.poll(_TICK_S):
+            for event in self._contacts.poll(_TICK_S, expected=len(self._shards) - len(self._running())):
                 shard = self._shards.get(event.number)
                 if shard is None:
                     continue
@@ -142,6 +148,32 @@ class Shards:
         for shard in list(self._shards.values()):
             self._release(shard)
         self._contacts.close()
+
+    def _listening(self, *, is_local: bool) -> Contacts:
+        """Begins to listen. If sweeps of this process use all chosen ports, waits for one of them to end.
+
+        Raises:
+            EngineError: this process cannot listen at the chosen address.
+        """
+        while True:
+            try:
+                contacts = Contacts(self._greet, is_local=is_local, at=self._listen)
+            except PortsHeldError:
+                self._check()
+                time.sleep(_TICK_S)
+                continue
+            except OSError as error:
+                raise EngineError(
+                    f"{self._name}: cannot listen at QUARANTUNE_LISTEN={self._listen}: {error.strerror or error}; give "
+                    f"an address of this machine and free ports, as in ':8790-8799'"
+                ) from error
+            if contacts.fault:
+                _logger.warning(
+                    "%s: cannot listen for shards (%s): trials arrive only when a shard ends",
+                    self._name,
+                    contacts.fault,
+                )
+            return contacts
 
     # Giving out
 
@@ -194,6 +226,7 @@ class Shards:
             "troubled": [index for index in shard.indices if index in self._request.troubled],
             "is_whole": shard.is_whole,
             "refusals": shard.refusals,
+            "may_be_silent": shard.may_be_silent,
             "deadline_s": self._deadline_s(len(shard.indices)),
         }
 
@@ -205,7 +238,7 @@ class Shards:
         if shard is None:
             return False
         shard.began, shard.host = time.monotonic(), str(about.get("host", ""))[:100]
-        shard.process = f"{shard.host} {about.get('pid', '')}"[:200]
+        shard.process, shard.address = f"{shard.host} {about.get('pid', '')}"[:200], about["address"]
         self._is_heard = True
         return True
 
@@ -271,7 +304,8 @@ class Shards:
             self._silence.broken()
         elif self._shards:  # without connections, running shards are silent
             most = max(len(shard.indices) for shard in self._shards.values())
-            self._silence.check(works_s=0.0 if self._is_heard else self._deadline_s(most))
+            may_be_silent = bool(self._unreached) or not self._is_heard
+            self._silence.check(works_s=self._deadline_s(most) if may_be_silent else 0.0, unreached=self._unreached)
 
     def _running(self) -> list[Shard]:
         return [shard for shard in self._shards.values() if shard.began is not None]
@@ -281,6 +315,9 @@ class Shards:
     def _release(self, shard: Shard) -> None:
         """Forgets a shard, and stops it if it still runs."""
         self._shards.pop(shard.number, None)
+        for index in shard.indices:
+            if index not in self._request.ledger.trials:
+                self._request.ledger.enter(index, AGAIN)
         self._contacts.stop(shard.number)
         if shard.future is not None:
             # Parsl cannot cancel futures; the end of its connection stops the shard.
@@ -294,7 +331,11 @@ class Shards:
         if end.end == remote.REFUSED:
             shard.future = None  # no cancel: the engine would take the machine for idle, and give it the next shard
         self._release(shard)
-        if end.end == remote.DONE and not shard.indices:
+        if end.unreached:
+            self._tell_unreached(end)
+        if end.end == remote.UNREACHED:
+            self._pending.appendleft(again(shard, may_be_silent=True))
+        elif end.end == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
         elif end.end == remote.REFUSED:
             self._refuse(shard, end.error)
@@ -304,6 +345,20 @@ class Shards:
             self._repeat_failed(shard, f"on {shard.host}: {end.error or end.end}")
         else:
             self._repeat_dead(shard, " (past its deadline)" if end.end == remote.LATE else "")
+
+    def _tell_unreached(self, end: End) -> None:
+        """Warns, once for each machine, that it cannot connect to this process."""
+        if end.host in self._unreached:
+            return
+        self._unreached.add(end.host)
+        at = f"port {self._address['port']} of this machine"
+        if self._listen is None:
+            at = "a port of this machine, and choose it here, as in QUARANTUNE_LISTEN=:8790"
+        _logger.warning(
+            "%s: %s cannot connect to this process (%s), so its trials arrive only when a shard ends: allow TCP "
+            "connections from there to %s",
+            *(self._name, end.host, end.unreached, at),
+        )
 
     def _die(self, shard: Shard) -> None:
         """Ends a shard whose process is gone or does not answer."""
@@ -359,7 +414,7 @@ class Shards:
             ended = f"it ends before it begins to work; perhaps it {remote.lacks_package(str(error))}"
             self._refuse(shard, ended if text is None else f"it {remote.lacks_package(text)}")
         else:
-            self._repeat_failed(shard, f"{type(error).__name__}: {error}")
+            self._repeat_failed(shard, remote.reason_of(error))
 
     def _repeat_failed(self, shard: Shard, reason: str) -> None:
         """Repeats, once, a shard that could not run or a final that died.
@@ -380,15 +435,16 @@ class Shards:
     def _refuse(self, shard: Shard, reason: str) -> None:
         """Gives a shard to another machine after a refusal."""
         if shard.host not in self._refused:
-            _logger.warning("%s: %s takes no part: %s", self._name, shard.host, reason)
+            host = f"{shard.host} ({shard.address})" if shard.address else shard.host
+            _logger.warning("%s: %s takes no part: %s; %s", self._name, host, reason, _ALIKE)
         self._refused[shard.host] = reason
         self._refusing.add(shard.process)
         self._refused_at = self._refused_at or time.monotonic()
         if shard.refusals + 1 >= _MOST_REFUSALS and not self._may_be_taken():
             there = "; ".join(f"{host}: {reason}" for host, reason in sorted(self._refused.items()))
             raise EngineError(
-                f"{self._name}: no machine of {_shown(self._executor)} can take part ({there}); give all machines the "
-                f"same versions, modules and kind of device; the trials so far are kept"
+                f"{self._name}: no machine of {_shown(self._executor)} can take part ({there}); {_ALIKE}; the trials "
+                f"so far are kept"
             )
         self._pending.append(again(shard, refusals=shard.refusals + 1))
 
@@ -411,6 +467,11 @@ class Shards:
             for index in list(shard.indices):
                 trial = Trial(config=self._configs[index], outcome=Outcome.NOT_RUN, message=reason)
                 self._end(shard, index, trial)
+
+
+def is_on_this_machine(executor: Executor) -> bool:
+    """Returns whether all tasks of an executor run on this machine."""
+    return any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
 
 
 def _shown(executor: Executor) -> str:
@@ -439,10 +500,12 @@ class Shard:
         deaths: the hosts on which shards with these configs died.
         failures: the number of shards with these configs that could not run.
         refusals: the number of machines that refused it.
+        may_be_silent: whether a machine that cannot connect to this process should run it nevertheless.
         given: its configs when it was submitted.
         number: its number among the shards of the sweep.
         future: the engine's handle of it; None before its submission.
         host: the machine that it runs on; empty if unknown.
+        address: the address of this machine; empty if unknown.
         process: the machine and the process that it runs in; empty if unknown.
         began: when it began, by the monotonic clock; None if unknown.
         is_accepted: whether the machine has confirmed that it has the device.
@@ -456,10 +519,12 @@ class Shard:
     deaths: tuple[str, ...] = ()
     failures: int = 0
     refusals: int = 0
+    may_be_silent: bool = False
     given: tuple[int, ...] = dataclasses.field(default=(), init=False)
     number: int = dataclasses.field(default=0, init=False)
     future: Future[Any] | None = dataclasses.field(default=None, init=False)
     host: str = dataclasses.field(default="", init=False)
+    address: str = dataclasses.field(default="", init=False)
     process: str = dataclasses.field(default="", init=False)
     began: float | None = dataclasses.field(default=None, init=False)
     is_accepted: bool = dataclasses.field(default=False, init=False)
@@ -487,7 +552,7 @@ def again(shard: Shard, **counts: Any) -> Shard:
 
     Args:
         shard: the shard.
-        **counts: the new values of `failures` or `refusals`.
+        **counts: the new values of `failures`, `refusals` or `may_be_silent`.
     """
     indices = list(shard.given) if shard.is_final else shard.indices
     # `replace` resets the fields about one run, because they are not arguments of the constructor.
@@ -562,11 +627,12 @@ class Silence:
         """Notes a sign of life."""
         self._since, self._says_s = time.monotonic(), _SAYS_S
 
-    def check(self, *, works_s: float = 0.0) -> None:
+    def check(self, *, works_s: float = 0.0, unreached: Collection[str] = ()) -> None:
         """Warns of a long silence.
 
         Args:
             works_s: the longest silence of a working machine.
+            unreached: the machines that cannot connect to this process.
 
         Raises:
             EngineError: the silence has lasted too long.
@@ -576,6 +642,11 @@ class Silence:
             f"no machine of the executor {self._kind} has begun to work for {silent_s:.0f} s: see whether its "
             f"scheduler and its workers run, and whether they are busy with other work"
         )
+        if unreached:
+            about = (
+                f"no word from the machines of the executor {self._kind} for {silent_s:.0f} s: without a connection, "
+                f"{', '.join(sorted(unreached))} can report only at the end of a shard"
+            )
         if silent_s > _ENDS_S + works_s:
             raise EngineError(f"{about}; call again when they are there: the trials so far are kept")
         if silent_s > self._says_s:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 from quarantune.results import times
 from quarantune.values.codec import equal
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import END, READY, Findings, Outcome, Phase, Trial, count_outcomes
+from quarantune.values.trial import AGAIN, END, READY, Findings, Outcome, Phase, Trial, count_outcomes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,10 +105,10 @@ class Progress:
         self.total, self._is_bound, self._budget_s, self._why_ended = total, is_bound, budget_s, why_ended
 
     def enter(self, index: int, phase: str) -> None:
-        """Notes that a config enters a phase, `READY` or `END`."""
+        """Notes that a config enters a phase, `READY`, `END` or `AGAIN`."""
         with self._lock:
             self._notice = ""
-            if phase == END:
+            if phase in (END, AGAIN):
                 self._running.pop(index, None)
             else:
                 self._running[index] = (phase, self.clock())

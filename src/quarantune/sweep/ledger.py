@@ -25,7 +25,8 @@ class Listener:
             it gets if that process ends before the config's next event: `lost` as it begins, `timeout` at its deadline
             (from another thread), and `not_run` if it waits or an exception interrupts the sweep.
         on_phase: called with the index of a config and the phase that it enters, with `READY` when it has compiled and
-            waits, and finally with `END`. The function's own defaults have a negative index if they are not a config.
+            waits, with `AGAIN` when it must begin once more, and finally with `END`. The function's own defaults have a
+            negative index if they are not a config.
         on_default: called with the trial of the function's own defaults, if they are not a config.
     """
 

@@ -44,6 +44,7 @@ from quarantune.values.configs import MOST_CONFIGS, Config, format_config
 from quarantune.values.errors import DifferentProgramError, TuningFailedError
 from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.trial import (
+    AGAIN,
     READY,
     SAME,
     UNSETTLED,
@@ -229,7 +230,7 @@ class TuningJob:
         )
 
     def _tell_author(self, index: int, phase: str) -> None:
-        if index >= 0 and phase != READY:
+        if index >= 0 and phase not in (READY, AGAIN):
             self._tuning.on_phase(index, phase)
 
     # The claim

@@ -52,6 +52,7 @@ class SettingKeywords(TypedDict, total=False):
     log_dir: _Place | None
     lock_timeout: float | str | None
     executor: Executor | None
+    listen: str | None
 
 
 class settings:

@@ -7,10 +7,11 @@ import dataclasses
 import enum
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quarantune.host import shared_files
 from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
@@ -41,6 +42,36 @@ class Isolation(enum.Enum):
     """All until there is an executable; this process, which has the device, loads, checks and measures."""
     NONE = "none"
     """None: this process does everything."""
+
+
+class Listen(NamedTuple):
+    """Where the submitter of a sweep on an engine listens for the machines of the engine.
+
+    Attributes:
+        host: an address or a name of this machine; empty for all addresses.
+        first: the first port to try.
+        last: the last port to try.
+    """
+
+    host: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.first}" + (f"-{self.last}" if self.last > self.first else "")
+
+
+_PLACE = re.compile(r"(?:\[([^\s\]]+)\]|([^\s:/\[\]]*)):(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+
+
+def _listen(value: Any) -> Listen:
+    if not (found := _PLACE.fullmatch(str(value).strip())):
+        raise ValueError
+    host_6, host, first, last = found.groups()
+    if not 1 <= int(first) <= int(last or first) < 1 << 16:
+        raise ValueError
+    return Listen(host_6 or host, int(first), int(last or first))
 
 
 def _flag(value: Any) -> bool:
@@ -205,6 +236,7 @@ class Settings:
         log_dir: the directory where the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
+        listen: where the machines of an engine reach this process; None for a free port at all addresses.
     """
 
     cache_dir: Path = dataclasses.field(
@@ -246,6 +278,11 @@ class Settings:
         _executor,
         "a concurrent.futures.Executor, given in Python: Dask's client.get_executor(pure=False), "
         "quarantune.ray.executor() or any other",
+    )
+    listen: Listen | None = _setting(
+        _listen,
+        "an address of this machine and a port or ports from 1 to 65535, as in '10.0.0.5:8790', "
+        "'[fd00::5]:8790-8799', or ':8790' for all addresses",
     )
 
     @property

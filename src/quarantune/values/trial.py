@@ -28,8 +28,9 @@ TIME, ENERGY = "time", "energy"
 UNTUNED = -1
 """Index of the function's own defaults if they are not one of the configs."""
 
-END, READY = "end", "ready"
-"""Events reported like phases. `END`: the trial is over. `READY`: the config is compiled and waits for a device."""
+END, READY, AGAIN = "end", "ready", "again"
+"""Events reported like phases. `END`: the trial is over. `READY`: the config is compiled and waits for a device.
+`AGAIN`: the machine that ran the config is gone, and the config waits to run again."""
 
 _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -892,6 +893,18 @@ def test_tuners_and_kernel_functions_are_tuned_by_name(run: Run, kernels: str) -
     assert code == 0
     assert re.search(r"times_two\(x f32\[8\]\): n=[12], ", out)
     assert run("check", f"{kernels}:tuner", "--target", "cpu", "--args", "f32[8]")[0] == 2
+
+
+def test_a_ray_without_its_client_names_the_extra(run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray refuses its client's addresses with a `ValueError` if gRPC is missing."""
+
+    def refuse(address: str, **_: Any) -> None:
+        raise ValueError("Ray Client requires pip package `ray[client]`.")
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=refuse))
+    code, _, err = run("tune", f"{kernels}:scale", "--args", "f32[8] f32[8]", "--executor", "ray://head:10001")
+    assert code == 2
+    assert is_one_line_about(err, "--executor ray://head:10001 needs Ray's client: pip install 'quarantune[ray]'"), err
 
 
 @pytest.mark.engines

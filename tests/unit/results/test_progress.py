@@ -30,7 +30,7 @@ from quarantune.results import progress as display
 from quarantune.results.progress import Progress
 from quarantune.tuning import job as tuning_job
 from quarantune.values.texts import array_text
-from quarantune.values.trial import READY, Findings, Outcome, Trial
+from quarantune.values.trial import AGAIN, READY, Findings, Outcome, Trial
 
 
 class Way(enum.IntEnum):
@@ -165,6 +165,19 @@ def test_a_searchs_progress_says_how_many_of_how_many() -> None:
         "20.0 s gone of at most 30.0 s",
         "the search ended after 2 trials without a gain; the fastest are timed once more, in turn",
     ]
+
+
+def test_configs_of_a_lost_machine_count_as_waiting() -> None:
+    clock = Clock()
+    progress = watched(3, clock)
+    for index, phase in enumerate(["compile", READY, "measure"]):
+        progress.enter(index, phase)
+    clock.now += 500.0
+    for index in range(3):
+        progress.enter(index, AGAIN)
+    progress.enter(0, "compile")
+    clock.now += 1.0
+    assert progress.view().lines()[-2:] == ["2 waiting, 1 compiling", "now: BM=0 compiles (1.0 s)"]
 
 
 def test_configs_that_are_only_compiled_are_not_called_timed() -> None:

@@ -14,7 +14,12 @@ import pytest
 from quarantune.values import blocks
 from quarantune.values.amounts import memory_text, parse_memory
 from quarantune.values.blocks import current, settings
-from quarantune.values.settings import Settings
+from quarantune.values.settings import Listen, Settings
+
+BAD_PLACES = [
+    *("8790", "host", "host:", ":0", ":65536", ":9-8", ":-8", ":8-", ":1-2-3", ":8790,8791", ":+8790", "fd00::5:8790"),
+    *("a host:8790", "tcp://host:port", "host:\N{SUPERSCRIPT TWO}"),
+]
 
 
 def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +61,10 @@ def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> No
         ("log_dir", "/somewhere", Path("/somewhere")),
         ("record", "/somewhere", Path("/somewhere")),
         ("lock_timeout", "0", 0.0),
+        ("listen", ":8790", Listen("", 8790, 8790)),
+        ("listen", "login-1:8790-8799", Listen("login-1", 8790, 8799)),
+        ("listen", " 10.0.0.5:1 ", Listen("10.0.0.5", 1, 1)),
+        ("listen", "[fd00::5]:65535", Listen("fd00::5", 65535, 65535)),
         ("timeout", "", None),
     ],
 )
@@ -91,6 +100,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("lock_timeout", "-0.1", "from 0 to 1e9"),
         ("timeout", "1e10", "at most 1e9"),
         ("memory_limit", "1", "a number with a unit"),
+        *(("listen", text, "as in '10.0.0.5:8790'") for text in BAD_PLACES),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_the_choices(

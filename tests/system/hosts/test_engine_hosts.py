@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_hosts import Host, hosts
+from emulated_hosts import Host, hosts, network
 from helpers import SUPPORT, child_environ
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engines,
+    pytest.mark.hosts,
     pytest.mark.timeout(300),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
 ]
@@ -97,6 +96,32 @@ while not line.is_over:
 print(time.monotonic(), flush=True)
 """
 """A shard that is silent, or sends from time to time, as a shard does with each config."""
+
+
+CROWD = """
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from quarantune.engine import contact
+
+address, count = contact.Address.from_json(json.loads(sys.argv[1])), int(sys.argv[2])
+start = threading.Barrier(count)
+with ThreadPoolExecutor(count) as shards:
+    lines = list(shards.map(lambda number: start.wait(60) is None or contact.reach(address, number, {}), range(count)))
+print(json.dumps([getattr(line, "unreached", str(line)) for line in lines]), flush=True)
+"""
+
+HEARS = """
+import json, sys
+from quarantune.engine.contact import Contacts
+begun, count = [], int(sys.argv[1])
+contacts = Contacts(lambda number, about: begun.append(number) is None)
+print(json.dumps(contacts.address.to_json()), flush=True)
+while len(begun) < count:
+    contacts.poll(0.1, expected=count - len(begun))
+print(len(begun), flush=True)
+while True:
+    contacts.poll(1.0)
+"""
 
 
 def environ(**changes: str) -> dict[str, str]:
@@ -183,3 +208,13 @@ def test_hosts_with_only_ipv6_tune_together(tmp_path: Path) -> None:
     assert set(result["outcomes"]) <= {"ok", "slow"}
     assert (result["best"], result["machines"], result["heard"]) == (0, ["left", "right"], ["left", "right"])
     assert "died" not in log
+
+
+@pytest.mark.parametrize("fault", [{}, {"delay_s": 0.3}, {"delay_s": 0.1, "loss": 0.02}], ids=str)
+def test_300_shards_that_greet_at_once_are_heard(fault: dict[str, Any], tmp_path: Path) -> None:
+    with network(tmp_path, "submits", "works") as net:
+        net.faults(("*", "*", fault))
+        submits, works = net.hosts.values()
+        with program(submits, HEARS, 300) as hears, program(works, CROWD, next_line(hears), 300) as crowd:
+            assert json.loads(next_line(crowd)) == [""] * 300
+            assert next_line(hears) == "300\n"
