@@ -111,8 +111,8 @@ class Client:
             raise KeyError("ALREADY_EXISTS")
         self._texts[key] = value
 
-    def key_value_dir_get(self, directory: str) -> list[str]:
-        return [key for key in self._texts if key.startswith(directory)]
+    def key_value_dir_get(self, directory: str) -> list[tuple[str, str]]:
+        return [item for item in self._texts.items() if item[0].startswith(directory)]
 
 
 @contextlib.contextmanager
@@ -216,6 +216,8 @@ def asked(row: Row, made: Made, x: Any, results: list[Any]) -> Any:
     fn, args = made.tuned, made.args(x)
     configs = listed(row) if row["space"] == "over300" else made.configs
     match row["ask"]:
+        case "tune" if results:
+            pass  # a scan without jit runs its body for each step, and a user's search can be asked once
         case "tune":
             results.append(made.owner[0].apply.tune(x) if made.owner else fn.tune(*args))
         case "lookup":

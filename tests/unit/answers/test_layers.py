@@ -397,7 +397,6 @@ def test_a_package_answers_from_its_tables_and_writes_nothing(tmp_path: Path) ->
         place,
         """
         from quarantune.answers.answer import Situation
-from quarantune.buckets import orders
         from quarantune.calls.key import keyed
         from quarantune.tuning.starts import earlier_winners
         from quarantune.values.blocks import current

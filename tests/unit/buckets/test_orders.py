@@ -157,6 +157,7 @@ def test_a_worker_uses_the_copy_and_fetches_nothing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_fork_has_a_process_of_its_own(tmp_path: Path) -> None:
     with web_store({"scale.json": results("key"), "double.json": results("key", n=2)}) as server:
         assert looked_up(server.url, tmp_path) == entry(1)
