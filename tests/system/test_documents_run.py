@@ -21,14 +21,7 @@ PAGES = [
     for page in document_blocks.documents()
     if any(block.reason is None for block in document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8")))
 ]
-FIRST = {
-    "README.md",
-    "docs/quick-start.md",
-    "docs/tutorial.md",
-    "docs/cli.md",
-    "docs/control.md",
-    "docs/correctness.md",
-}
+FIRST = {"README.md", "docs/quick-start.md", "docs/tutorial.md"}
 """The pages that people read first. The code of the other pages runs with the long tests."""
 NEEDED = {"docs/training.md": ("flax", "equinox", "optax")}
 """Libraries of the extra `clients` that a page uses."""

@@ -59,6 +59,7 @@ def _by_hand_ms(profile: Path) -> float:
     return sum(event.duration_ns for event in ran) / 1e6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_is_tuned_and_verified_by_its_own_profile(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text(_KERNELS)
