@@ -522,7 +522,8 @@ class TuningJob:
 
     def _exact(self, trials: Collection[Trial], best: Trial, defaults: Trial | None, program: JsonObject) -> JsonObject:
         """Returns what an entry holds for calls that demand the defaults' bits; empty if a sweep must find that."""
-        exact = exact_winner(trials, best) if self._options.numerics == ROUNDING else None
+        is_known = self._options.numerics == ROUNDING and self._options.is_by_time  # exact winners are ranked by time
+        exact = exact_winner(trials, best) if is_known else None
         if exact is None:
             return {}
         if exact is not best:

@@ -21,6 +21,7 @@ from tuned_functions import here
 import quarantune
 from quarantune import Outcome, Trial, TuningResult
 from quarantune.answers import recording
+from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
 from quarantune.calls.rebuilt import rebuilt
@@ -443,3 +444,30 @@ def test_results_for_one_shard_are_used_inside_shard_map(name: str) -> None:
     with quarantune.settings(on_miss="error"):
         found = jax.shard_map(parts(name, [{"n": 1}, {"n": 2}]), mesh=mesh, in_specs=spec, out_specs=spec)(X)
     np.testing.assert_allclose(found, 2 * np.sin(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("on_miss", ["default", "nearest", "rule"])
+def test_exact_numerics_take_no_estimated_config(on_miss: Any) -> None:
+    found = {}
+    for numerics in ("rounding", "bitwise"):
+        function = parts(f"estimated_{numerics}", [{"n": 1}, {"n": 2}], default=1, numerics=numerics)
+        layers, call = function._tuner.rungs.layers, keyed(BoundCall(function.function, (jnp.ones(8),), {}))
+        layers._memory.answers[call.id] = Answer(Origin.ESTIMATED, {"n": 2})
+        with quarantune.settings(on_miss=on_miss):
+            found[numerics] = layers.estimated(call, Situation.of(call.call)) is not None
+    assert found == {"rounding": True, "bitwise": False}
+
+
+@pytest.mark.slow
+def test_a_score_is_not_served_from_the_fastest_exact_config() -> None:
+    scores = {1: 3.0, 2: 2.0, 3: 1.0}
+    space = [{"n": n} for n in scores]
+
+    @quarantune.autotune(space, name="scored_bits", objective=lambda trial: scores[trial.config["n"]])
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scored(x: Any, n: int = 1) -> Any:
+        return jax.lax.fori_loop(0, 4 - n, lambda _, y: jnp.tanh(y), x) * 0 + x
+
+    assert scored.tune(jnp.ones(8)).best_config == {"n": 3}
+    with quarantune.settings(numerics="bitwise", on_miss="default"):
+        assert scored.lookup(jnp.ones(8)) is None, "saved figures of exact configs are times"
