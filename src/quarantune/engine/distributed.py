@@ -155,11 +155,9 @@ MOST = 16
 
 def of_machines(trials: Mapping[int, Trial]) -> list[list[int]]:
     """Returns the possible winners of each machine, in the order of their times on that machine."""
-    machines: dict[str, dict[int, Trial]] = {}
-    for index, trial in trials.items():
-        machines.setdefault(trial.machine, {})[index] = trial
+    machines = finals.by_machine(trials)
     share = max(1, MOST // max(1, len(machines)))
-    ranked = [finals.finalists(group, count=share)[:share] for group in machines.values()]
+    ranked = [finals.finalists(group, count=share)[:share] for group in machines]
     return [group for group in ranked if group]
 
 

@@ -46,6 +46,14 @@ def _is_timed(trial: Trial) -> bool:
     return trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.time_ms is not None
 
 
+def by_machine(trials: Mapping[int, Trial]) -> list[dict[int, Trial]]:
+    """Returns the trials by index, apart for each machine or rank that measured them."""
+    machines: dict[str, dict[int, Trial]] = {}
+    for index, trial in trials.items():
+        machines.setdefault(trial.machine, {})[index] = trial
+    return list(machines.values())
+
+
 def in_final(trials: Mapping[int, Trial], default: int | None) -> list[int]:
     """Returns the indices of the trials to compare in the final: the fastest, and last the defaults if they work.
 
@@ -57,10 +65,7 @@ def in_final(trials: Mapping[int, Trial], default: int | None) -> list[int]:
     """
     configs = {index: trial for index, trial in trials.items() if index != UNTUNED}
     chosen = finalists(configs)
-    machines: dict[str, dict[int, Trial]] = {}
-    for index, trial in configs.items():
-        machines.setdefault(trial.machine, {})[index] = trial
-    leaders = [index for group in machines.values() for index in finalists(group)[:1] if index not in chosen]
+    leaders = [index for group in by_machine(configs) for index in finalists(group)[:1] if index not in chosen]
     chosen += sorted(leaders, key=lambda index: trials[index].merit or 0.0)[:MOST_FINALISTS]
     defaults = default_among(trials, default)
     is_there = defaults in trials and _is_timed(trials[defaults])
