@@ -90,6 +90,13 @@ def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         agreeing.check_any(result, tmp_path, is_real=is_real)
 
 
+@pytest.fixture(autouse=True)
+def warned_afresh() -> None:
+    """Makes the warnings that come once in a process come again, whichever tests ran before."""
+    if (frames := sys.modules.get("quarantune.host.frames")) is not None:
+        frames.told.clear()
+
+
 @pytest.fixture
 def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets at most two configs compile at a time, for tests whose results no timing affects."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import quarantune
-from quarantune.sweep import processes
+from quarantune.host.frames import told
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
@@ -45,7 +45,7 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
 @contextlib.contextmanager
 def isolated(isolation: str) -> Iterator[None]:
     """Runs configs in workers (`process`, in part `compile`), or in this process (`none`), which must warn."""
-    processes._warn.cache_clear()
+    told.clear()
     warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
     with quarantune.settings(isolation=isolation), warns:
         yield

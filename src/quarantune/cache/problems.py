@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quarantune.host.frames import warn
-from quarantune.host.locks import new_lock
+from quarantune.host.frames import warn_once
 from quarantune.host.shared_files import advice
 
 
@@ -60,10 +59,6 @@ class CacheWriteError(RuntimeError):
     """A result could not be saved; the message names the result, the reason and a remedy."""
 
 
-_reported: set[str] = set()
-_reported_lock = new_lock()
-
-
 def report_once(message: str, *, topic: str | None = None) -> None:
     """Warns about a problem, the first time that it occurs in this process.
 
@@ -71,8 +66,4 @@ def report_once(message: str, *, topic: str | None = None) -> None:
         message: the problem and its remedy; the same message is the same problem.
         topic: identifies a problem that has several messages; by default, the message does.
     """
-    with _reported_lock:
-        if (topic or message) in _reported:
-            return
-        _reported.add(topic or message)
-    warn(message, CacheWarning)
+    warn_once(message, CacheWarning, topic=topic)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from quarantune.host.frames import warn
+from quarantune.host.frames import warn_once
 from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
 from quarantune.values.configs import NO_OPTIONS, Config
@@ -226,20 +226,16 @@ class _WithOptions:
         if not jax_traces.is_tracing():
             return self._compiled(*args, **kwargs)
         name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
-        _warn_once(
+        warn_once(
             f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX accepts them "
-            f"only at the outermost jit: give them to that jit, jax.jit(..., {OPTIONS}={options})"
+            f"only at the outermost jit: give them to that jit, jax.jit(..., {OPTIONS}={options})",
+            RuntimeWarning,
         )
         return self._traced(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """Pickles the function and the config."""
         return bind_config, (self.func, {**self.keywords, OPTIONS: self._options})
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warn(message, RuntimeWarning)
 
 
 # --- configs that contextual tuning assigns ---

@@ -11,6 +11,8 @@ import warnings
 from types import TracebackType
 from typing import TypeVar
 
+from quarantune.host.locks import new_lock
+
 _E = TypeVar("_E", bound=BaseException)
 
 _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
@@ -29,6 +31,10 @@ _INSIDE = re.compile(
     )
 )
 """Files of this package, of JAX and of Python itself."""
+
+told: set[str] = set()
+"""The topics of the warnings that this process issues once. Tests clear it."""
+_told_lock = new_lock()
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -51,6 +57,21 @@ def warn(message: str, category: type[Warning]) -> None:
         module=str(names.get("__name__") or "<unknown>"),
         registry=names.setdefault("__warningregistry__", {}),
     )
+
+
+def warn_once(message: str, category: type[Warning], *, topic: str | None = None) -> None:
+    """Issues a warning like `warn`, the first time in this process.
+
+    Args:
+        message: the text.
+        category: the class of the warning.
+        topic: what the warning is about, if it has several texts; by default, the text.
+    """
+    with _told_lock:
+        if (topic or message) in told:
+            return
+        told.add(topic or message)
+    warn(message, category)
 
 
 def callers_mistake(error: _E) -> _E:

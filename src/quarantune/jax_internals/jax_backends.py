@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 from jax._src import xla_bridge
 
-from quarantune.host.frames import warn
+from quarantune.host.frames import warn_once
 
 _inherited: Any = None
 """The client inherited from the process that forked this one, or None. Its threads are not here: calls would hang."""
@@ -140,9 +139,8 @@ def coordination() -> Coordination | None:
     return Coordination(client=client, rank=rank, ranks=ranks) if ranks > 1 else None
 
 
-@functools.cache
 def _warn_missing() -> None:
-    warn(
+    warn_once(
         f"quarantune finds no key-value store in jax.distributed of jax {jax.__version__}: each process of this "
         f"program tunes for itself, and a program whose collectives depend on the config may hang; let the processes "
         f"share a QUARANTUNE_CACHE_DIR that has been tuned before, or set QUARANTUNE_AGREE=0 to silence this warning",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pickle
 import sys
@@ -16,7 +15,7 @@ import jax
 
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
-from quarantune.host.frames import warn
+from quarantune.host.frames import warn_once
 from quarantune.host.interruptions import Stops
 from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.sandbox import shortages, spawning, spool, template, wire
@@ -292,7 +291,11 @@ class AllHere(InWorkers):
         setting = self._request.settings.isolation
         why = {Isolation.NONE.value: " (unset it to tune in worker processes)"}
         by_itself = f", and {self._problem.name} has no jax.jit that workers could compile for"
-        _warn(f"QUARANTUNE_ISOLATION={setting}{why.get(setting, by_itself)}")
+        warn_once(
+            f"QUARANTUNE_ISOLATION={setting}{why.get(setting, by_itself)}: configs run in this process: if one crashes "
+            f"or hangs, so does this process",
+            RuntimeWarning,
+        )
         with self._routes(packed, finish, Proof(), [Device("", "")], observers=observers) as routes:
             return routes.run(dict(configs))
 
@@ -385,11 +388,6 @@ def _check_here(request: SweepRequest, packed: PackedCall) -> None:
             f"{problem.name}: inside shard_map, only workers can tune a function that communicates between devices: "
             f"unset QUARANTUNE_ISOLATION or set it to 'process', or give its tunables by hand"
         )
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    warn(f"{reason}: configs run in this process: if one crashes or hangs, so does this process", RuntimeWarning)
 
 
 @contextlib.contextmanager

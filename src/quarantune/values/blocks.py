@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
-from quarantune.host.frames import warn
+from quarantune.host.frames import warn_once
 from quarantune.values.forgetting import forget_choices
 from quarantune.values.options import Search
 from quarantune.values.settings import FIELDS, REMOVED, Settings, parse_setting
@@ -159,10 +158,9 @@ def block_of(name: str) -> settings | None:
     return next((block for block in reversed(_blocks.get()) if name in block.values), None)
 
 
-@functools.cache
 def _warn_unknown(variable: str) -> None:
     """Warns once of a variable that has no effect; a variable of another version may be set on purpose."""
     instead = REMOVED.get(variable.removeprefix(_PREFIX).lower())
     near = did_you_mean(variable, [_PREFIX + name.upper() for name in FIELDS])
     hint = f" Use {_PREFIX}{instead.upper()}." if instead else near
-    warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
+    warn_once(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)

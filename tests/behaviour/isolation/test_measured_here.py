@@ -32,7 +32,7 @@ from quarantune.devices import discovery
 from quarantune.devices.discovery import Device
 from quarantune.jax_internals import jax_backends
 from quarantune.measure import finals
-from quarantune.sweep import processes, sweep
+from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.sweep.request import Problem, SweepRequest, Swept
@@ -240,7 +240,6 @@ def test_control_c_in_a_host_callback_blames_no_config(isolation: str, tmp_path:
 
 
 def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
-    processes._warn.cache_clear()
     tuner = quarantune.AutoTuner(lambda x, n: x * n, {"n": [1, 2]}, ref_fn=None, rep=2)
     with in_this_process, pytest.warns(RuntimeWarning, match=r"ISOLATION=compile.*has no jax.jit.*in this process"):
         result = tuner.run(np.ones(4))

@@ -21,7 +21,6 @@ from quarantune import Outcome, Trial, TuningResult
 from quarantune.answers import recording
 from quarantune.api.fit import FitReport
 from quarantune.api.tuner import Tuner
-from quarantune.cache import problems
 from quarantune.cli.entry_point import main
 from quarantune.rules.rule import FIELD
 from quarantune.values import blocks
@@ -46,13 +45,6 @@ def scale(configs: Any = None, **options: Any) -> Any:
 
 def calls(*sizes: int) -> list[Any]:
     return [(jax.ShapeDtypeStruct((size,), jnp.float32),) for size in sizes or SIZES]
-
-
-@pytest.fixture(autouse=True)
-def told_afresh() -> Iterator[None]:
-    problems._reported.clear()
-    yield
-    problems._reported.clear()
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from helpers import ROOT, refused
 import quarantune
 from quarantune import CacheWarning, Outcome, Trial
 from quarantune.cache.journal import Journal
-from quarantune.cache.problems import _reported
 from quarantune.cache.store import Store
+from quarantune.host.frames import told
 from quarantune.search import models
 from quarantune.values.codec import FrozenDict
 from quarantune.values.configs import Config
@@ -280,7 +280,7 @@ def test_omitted_lines_are_counted_and_their_file_is_named(tmp_path: Path) -> No
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines, lines[0].replace(b"3.0", b"0.3"), b"\xff garbage \0\n"]))
     for path in (file, file.parent):
-        _reported.clear()
+        told.clear()
         with pytest.warns(
             CacheWarning, match=f"^2 damaged lines of the journal '{re.escape(str(file))}' are left out$"
         ):
@@ -295,7 +295,7 @@ def test_a_journal_of_garbage_holds_no_trials(garbage: bytes, lines: int, tmp_pa
     file = tmp_path / "problem.host.jsonl"
     file.write_bytes(garbage)
     for path in (file, tmp_path):
-        _reported.clear()
+        told.clear()
         error = pytest.raises(ValueError, match=f"^{re.escape(str(path))} holds n")
         with warnings.catch_warnings(record=True, action="always") as caught, error:
             quarantune.replay(path)

@@ -30,7 +30,8 @@ from aftermath import eventually, nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends, isolated, python
 
 import quarantune
-from quarantune.sweep import processes, sweep
+from quarantune.host.frames import told
+from quarantune.sweep import sweep
 from quarantune.transport import assignment
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -491,7 +492,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
         return two(one(x))
 
     for isolation in ("none", "compile"):  # workers have nothing to compile
-        processes._warn.cache_clear()  # a process warns once
+        told.clear()
         with (
             quarantune.settings(isolation=isolation),
             pytest.warns(RuntimeWarning, match="configs run in this process"),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values import blocks
 from quarantune.values.amounts import memory_text, parse_memory
 from quarantune.values.blocks import current, settings
 from quarantune.values.settings import Listen, Settings
@@ -277,7 +276,6 @@ def test_a_former_setting_is_refused_and_names_its_successor(name: str, monkeypa
     with pytest.raises(TypeError, match=rf"settings\(\) has no option '{name}': use num_workers"):
         settings(**{name: 2})  # type: ignore[misc]
     monkeypatch.setenv(variable := f"QUARANTUNE_{name.upper()}", "2")
-    blocks._warn_unknown.cache_clear()
     with pytest.warns(RuntimeWarning, match=f"no variable {variable}, so .* Use QUARANTUNE_NUM_WORKERS"):
         assert current().num_workers is None
 
