@@ -36,7 +36,14 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
 from quarantune.tuning import scatter
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
+from quarantune.tuning.outcome import (
+    call_result,
+    entry_for,
+    failed_sweep,
+    findings_now,
+    more_thorough,
+    saved_result,
+)
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject, as_json
@@ -121,7 +128,11 @@ class Tuning:
         limits, found = SearchLimits.of(call.call.function.options, now.settings), result.findings
         budget = limits.budget(result.stopped) or result.seen  # `auto` sets its own budget
         found = dataclasses.replace(found, search=dataclasses.replace(found.search, budget=budget))
-        answer = Answer(Origin.MEASURED, result.best_config, found.to_json(), result=result)
+        record = entry_for(call, result.best_config, found, {"name": f"tune_for by {result.by}"} if result.by else {})
+        if result.calls:
+            record["calls"] = [share.to_json() for share in result.calls]
+        directory = None if now.settings.disable_cache else now.settings.cache_dir
+        answer = Answer(Origin.MEASURED, result.best_config, record, directory=directory, result=result)
         self._memory.remember(call.id, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
         return answer
 
@@ -421,7 +432,8 @@ class TuningJob:
         if self._records.directory is None or self._search.tries_all:
             return False
         known = self._tuning.layers.saved(self._keyed, self._now)
-        searched = Searched() if known is None else known.findings.search
+        is_good = known is not None and saved_program.STALE not in known.record
+        searched = known.findings.search if known is not None and is_good else Searched()
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
@@ -580,8 +592,7 @@ class TuningJob:
                 save(self._now.settings, self._key, entry, prefer=more_thorough)
 
     def _result_of(self, answer: Answer) -> TuningResult:
-        assert answer.config is not None
-        return call_result(self._keyed, answer.config, answer.findings, from_cache=True)
+        return saved_result(self._keyed, answer)
 
 
 def callers_error(
