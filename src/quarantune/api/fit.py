@@ -91,7 +91,7 @@ class _Row:
         self.call, self.weight, self.best = call, weight, text_of(result.best_config)
         found = times_of(result) | {self.best: result.time_ms}
         # A journal also has trials of earlier lists of configs.
-        tried = {text_of(it): it for it in (result.best_config, *(trial.config for trial in result.trials))}
+        tried = {text_of(trial.config): trial.config for trial in result.trials} | {self.best: result.best_config}
         find = functools.partial(call.call.find, is_listed=True)
         self.configs: dict[str, Config] = {text: it for text, it in tried.items() if find(as_json(it)) is not None}
         self.times = {text: found[text] / result.time_ms for text in self.configs if text in found}

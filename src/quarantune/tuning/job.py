@@ -170,6 +170,7 @@ class TuningJob:
         self._stopped, self._saw_all = EXHAUSTED, True
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
+        self._far: list[int] = []
         self._ledger = Ledger()
         self._recall = Recall()  # until the journal is read
         self._request = SweepRequest.of(keyed, now.settings, self._ledger)
@@ -224,8 +225,10 @@ class TuningJob:
             if self._search.tries_all:
                 self._prune(progress)
                 self._ledger.recall(self._known_not_to_compile())
-                return self._conclude(self._sweep(progress), progress)
-            return self._conclude(self._sweep_by_search(progress), progress)
+                swept = self._sweep(progress)
+            else:
+                swept = self._sweep_by_search(progress)
+            return self._conclude(self._beyond_estimates(swept, progress), progress)
 
     def _shown_progress(self, total: int = 0) -> Progress:
         """Shows the progress of the job from now on, and returns it."""
@@ -326,13 +329,15 @@ class TuningJob:
         Those with the best estimates always run, because the very best may turn out to be wrong.
         """
         far = [] if self._start_over or not self._options.is_by_time else [*estimates.items()][_FIRST:]
-        return {
+        found = {
             index: dataclasses.replace(
                 pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"
             )
             for index, ratio in far
             if ratio > _FAR and index not in self._ledger.trials and index != self._call.default_index
         }
+        self._far = [*found]
+        return found
 
     # The sweep
 
@@ -400,6 +405,15 @@ class TuningJob:
         if configs or finals.finalists(trials):
             swept = self._run(configs, self._troubled, searching)
         self._stopped, self._saw_all = searching.stopped, searching.saw_all
+        return swept
+
+    def _beyond_estimates(self, swept: Swept, progress: Progress) -> Swept:
+        """Runs the configs that estimates have left out, the best first, as long as no config works."""
+        while self._far and not any(trial.is_usable for trial in self._ledger.trials.values()):
+            chosen, self._far = self._far[:_FIRST], self._far[_FIRST:]
+            self._ledger.keep({index: it for index, it in self._ledger.trials.items() if index not in chosen})
+            progress.total += len(chosen)
+            swept = self._run({index: self._configs[index] for index in chosen}, set())
         return swept
 
     def _run(self, configs: Mapping[int, Config], last: Collection[int], source: Searching | None = None) -> Swept:

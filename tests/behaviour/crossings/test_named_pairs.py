@@ -151,6 +151,8 @@ def test_a_stale_winner_of_tune_for_is_tuned_for_all_again(
 
     def anew(tuner: Any, calls: Any, weights: Any, by: str) -> TuningResult:
         asked.append(([call.args[0].shape for call in calls], weights, by))
+        _, device, key = keyed(calls[0]).id
+        quarantune.TuningCache(cache_dir).put(name, key, device, {"n": 2})
         return TuningResult(best_config={"n": 2}, time_ms=1.0, trials=(), key="", device="")
 
     monkeypatch.setattr("quarantune.api.tune_for.tune_for", anew)
