@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from quarantune.cache.entry_file import Entry
-from quarantune.values.codec import canonical_json
+from quarantune.values.codec import canonical_json, plain
 from quarantune.values.trial import Findings, is_same_program
 
 OTHERS = "other_programs"
@@ -31,7 +31,7 @@ def winner_of(entry: Entry) -> str:
 
 def config_in(entry: Entry) -> str:
     """Returns the config of an entry, or its rule, as text."""
-    return canonical_json(entry.get("rule") or entry.get("config"))
+    return canonical_json(plain(entry.get("rule") or entry.get("config"), finite_only=False))
 
 
 def joined_by_sweep(device: str, key: str, present: Entry, offered: Entry) -> Entry:
@@ -77,12 +77,20 @@ def _joined(present: Entry, offered: Entry, choose: Callable[[Entry, Entry], Ent
     kept = list(results_in(first))
     for each in results_in(offered if first is present else present):
         at = next((at for at, known in enumerate(kept) if _are_one(known, each)), None)
-        if at is None and winner_of(each):
+        if at is None and winner_of(each) and _can_be_saved(each):
             kept.append(each)
         elif at:
             kept[at] = choose(kept[at], each)
     latest, *others = ({name: value for name, value in each.items() if name != OTHERS} for each in kept)
     return {**latest, OTHERS: others[:_MOST_OTHERS]} if others else latest
+
+
+def _can_be_saved(entry: Entry) -> bool:
+    """Returns whether JSON can hold an entry; an edited file may hold infinity."""
+    try:
+        return bool(canonical_json(entry))
+    except ValueError:
+        return False
 
 
 def _are_one(one: Entry, other: Entry) -> bool:
