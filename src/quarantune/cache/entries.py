@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from quarantune.cache import journal
 from quarantune.cache.entry_file import LARGEST_ENTRIES_BYTES, Contents, Entry, encode
 from quarantune.cache.file_names import problem_hash, safe_name
-from quarantune.cache.joining import config_in, joined_by_export, joined_by_merge, results_in
+from quarantune.cache.joining import config_in, is_conflict, joined_by_export, joined_by_merge
 from quarantune.cache.problems import CacheWriteError, write_errors
 from quarantune.cache.store import Prefer, Store, joined
 from quarantune.host.shared_files import Directory, paths
@@ -90,7 +90,8 @@ class MergeReport:
         updated: the problems with the same config in both caches, but with more samples or results of further programs
             in the other one.
         unchanged: the problems with the same config in both caches whose entry stayed.
-        conflicts: the problems with different configs: the newer result comes first, and the pair lists both.
+        conflicts: the problems with different configs for one program: the newer result comes first, and the pair lists
+            both.
     """
 
     added: tuple[CacheKey, ...] = ()
@@ -172,10 +173,9 @@ def merge(store: MergeTarget, others: Iterable[tuple[str, Contents]]) -> MergeRe
     unchanged: list[CacheKey] = []
     conflicts: list[EntryPair] = []
     for key, (present, kept) in decided.items():
-        mine, theirs = config_in(present), config_in(offered[key])
-        is_known = theirs in map(config_in, results_in(present)) or mine in map(config_in, results_in(offered[key]))
-        if not is_known:
-            conflicts.append(EntryPair(key, kept, offered[key] if config_in(kept) == mine else present))
+        if is_conflict(present, offered[key]):
+            is_first = config_in(kept) == config_in(present)
+            conflicts.append(EntryPair(key, kept, offered[key] if is_first else present))
         else:
             (unchanged if kept == present else updated).append(key)
     return MergeReport(

@@ -22,11 +22,29 @@ def results_in(entry: Entry) -> Iterator[Entry]:
     yield from (each for each in (others if isinstance(others, list) else []) if isinstance(each, dict))
 
 
-def winner_of(entry: Entry) -> str:
-    """Returns the identity of a result's measured program; empty if unknown."""
+def winner_of(entry: Entry, *, which: str = "winner") -> str:
+    """Returns the identity of a result's measured program; empty if unknown.
+
+    Args:
+        entry: the result.
+        which: `winner`, or `defaults` for the program of the function's own defaults.
+    """
     program = entry.get("program")
-    winner = program.get("winner") if isinstance(program, dict) else ""
-    return winner if isinstance(winner, str) else ""
+    found = program.get(which) if isinstance(program, dict) else ""
+    return found if isinstance(found, str) else ""
+
+
+def is_conflict(one: Entry, other: Entry) -> bool:
+    """Returns whether the latest results of two entries are different choices for one function.
+
+    They are not if one of the entries has both, or if the defaults have two programs: then a value that no key shows
+    has changed the function.
+    """
+    configs, others = ([config_in(each) for each in results_in(entry)] for entry in (one, other))
+    if configs[0] in others or others[0] in configs:
+        return False
+    defaults = winner_of(one, which="defaults"), winner_of(other, which="defaults")
+    return not all(defaults) or is_same_program(*defaults)
 
 
 def config_in(entry: Entry) -> str:

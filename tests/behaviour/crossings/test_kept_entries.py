@@ -110,9 +110,10 @@ def test_tune_for_saves_what_a_sweep_saves(name: str, sweeps: list[str]) -> None
     ids=["a block", "an option and a search"],
 )
 def test_tune_for_falls_back_to_the_defaults_bits(name: str, search: dict[str, Any], is_option: bool) -> None:
-    numerics = {"numerics": "bitwise"} if is_option else {}
-    fn = sums(name, ref_fn=None, key_fn=lambda x: "all", **search, **numerics)
-    with here(), quarantune.settings(**({} if is_option else {"numerics": "bitwise"})):
+    option: dict[str, Any] = {"numerics": "bitwise"} if is_option else {}
+    demand: dict[str, Any] = {} if is_option else {"numerics": "bitwise"}
+    fn = sums(name, ref_fn=None, key_fn=lambda x: "all", **search, **option)
+    with here(), quarantune.settings(**demand):
         result = fn.tune_for([(rows(128),), (rows(256),)])
         assert result.best_config == {"chunk": 64}
         assert fn.lookup(rows(256)) == {"chunk": 64}
@@ -178,7 +179,8 @@ def test_exact_results_are_for_the_compilers_that_made_them(
 
     with here():
         fn().tune(rows(4))
-    with quarantune.settings(**({"numerics": then} if then else {}), on_miss="error"):
+    demanded: dict[str, Any] = {"numerics": then} if then else {}
+    with quarantune.settings(**demanded, on_miss="error"):
         assert fn().lookup(rows(4)) is not None
         if changed == "a version":
             change_version(cache_dir, "jaxlib", "0.0.1")

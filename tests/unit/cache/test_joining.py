@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quarantune import TuningCache
-from quarantune.cache.joining import joined_by_export, joined_by_merge, joined_by_sweep, results_in
+from quarantune.cache.joining import is_conflict, joined_by_export, joined_by_merge, joined_by_sweep, results_in
 from quarantune.cache.store import Store
 
 
@@ -76,6 +76,20 @@ def test_a_merge_chooses_for_each_program() -> None:
     joined = joined_by_merge("", "", mine, theirs)
     assert held(joined) == [(1, "a"), (2, "b")]
     assert [each.get("samples") for each in results_in(joined)] == [None, 9]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [("d", True), ("e", False), (None, True)],
+    ids=["one function", "two functions", "an unknown function"],
+)
+def test_two_choices_for_one_function_are_a_conflict(theirs: str | None, expected: bool) -> None:
+    mine, other = (result(n, program) for n, program in ((1, "a"), (2, "b")))
+    mine["program"]["defaults"] = "program:d.d"
+    if theirs:
+        other["program"]["defaults"] = f"program:{theirs}.{theirs}"
+    assert is_conflict(mine, other) is expected
+    assert not is_conflict(mine, several(other, mine))
 
 
 def test_merged_caches_report_no_conflict_between_programs(tmp_path: Path) -> None:
