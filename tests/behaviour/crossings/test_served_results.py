@@ -73,6 +73,7 @@ def test_trials_are_read_from_the_layer_that_served_the_call(name: str, cache_di
     assert found.fn.keywords == shown.best_config  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_trials_of_another_program_are_not_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with here():
         told = sums(name, [{"n": 1}, {"n": 2}]).tune(X)
@@ -177,6 +178,7 @@ def test_verify_saves_in_its_directory_with_the_cache_off(name: str, cache_dir: 
     assert entry_of(cache_dir, name)["time_ms"] > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stale")
 def test_verify_measures_the_result_of_the_program_that_calls_run(
     name: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
