@@ -55,11 +55,11 @@ def test_other_results_hold_none_for_such_calls(options: dict[str, Any]) -> None
 
 
 def test_an_entry_names_all_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_test=1")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
     made = entry(call(), FAST)["versions"]
-    assert made["XLA_FLAGS"] == "--xla_test=1"
+    assert made["XLA_FLAGS"] == "--xla_cpu_multi_thread_eigen=true"
     assert versions.changed_since(made, "cpu") == ""
     monkeypatch.delenv("XLA_FLAGS")
     assert versions.changed_since(made) == ""
-    assert versions.changed_since(made, "cpu") == "XLA_FLAGS --xla_test=1 (now unset)"
+    assert versions.changed_since(made, "cpu") == "XLA_FLAGS --xla_cpu_multi_thread_eigen=true (now unset)"
     assert versions.changed_since({}, "cpu") == ""
