@@ -215,7 +215,7 @@ def _entry(store: Store, call: KeyedCall) -> Entry | None:
     if entry is None and call.call.function.options.numerics == BITWISE:
         ordinary = store.get(*call.id_under_rounding) or {}
         exact = [(each, dict_or_empty(each.get("exact"))) for each in results_in(ordinary)]
-        found = [{**each, **its} for each, its in exact if its]
+        found = [{**each, "speedup_interval": None, **its} for each, its in exact if its]
         return {**found[0], OTHERS: found[1:]} if found else None
     return entry
 

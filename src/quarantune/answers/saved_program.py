@@ -100,8 +100,7 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
     """
     program = _program_for(entry, call)
     winner = winner_of({"program": program})
-    # Symbolic shapes have another program than the shapes that were measured.
-    if not winner or call.call.is_symbolic or (ours := program_of(call, config)) is None:
+    if not winner or (ours := program_of(call, config)) is None:
         return ""
     if ours.text is None:
         return f"it cannot be traced: {ours.error}"
@@ -127,8 +126,10 @@ def as_spelt(entry: Entry, call: BoundCall) -> BoundCall:
 def _program_for(entry: Entry, call: KeyedCall) -> JsonObject:
     """Returns an entry's record of the program that was measured with a call's arguments; empty if it has none."""
     program: Any = entry.get("program")
-    if not isinstance(program, dict) or "arguments" not in program:
-        return program if isinstance(program, dict) else {}
+    if call.call.is_symbolic or not isinstance(program, dict):
+        return {}  # symbolic shapes have another program than the shapes that were measured
+    if "arguments" not in program:
+        return program
     further = program.get("calls")
     each = [program, *(further if isinstance(further, list) else [])]
     mine = _arguments(call)

@@ -90,6 +90,14 @@ def test_layers_answer_in_order_with_usable_entries_only(tmp_path: Path, cache_d
         assert kernel().lookup(X) is None
 
 
+def test_an_exact_result_lacks_the_interval_of_the_ordinary_winner(cache_dir: Path) -> None:
+    exact = {"config": {"n": 1}, "time_ms": 2.0, "bits": "same", "program": {}}
+    store_winner(cache_dir, kernel(), 2, X, speedup_interval=[2.0, 3.0], default_time_ms=2.5, exact=exact)
+    with quarantune.settings(numerics="bitwise"):
+        (found,) = quarantune.tune_many([(kernel(), (X,))])
+    assert (found.best_config, found.time_ms, found.speedup_interval) == ({"n": 1}, 2.0, None)
+
+
 def test_a_thorough_layer_serves_before_another_sweep(tmp_path: Path, cache_dir: Path, sweeps: list[str]) -> None:
     def fn() -> Any:
         return kernel(search="random", max_trials=2)
