@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune.functions.binding import jitted_with
@@ -96,8 +97,9 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     config = restore(config, call.config_values)
     jitted, keywords = jitted_with(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
     args, kwargs = call_as_structs(call)
-    # JAX keeps traces under different metadata apart.
+    # JAX keeps traces under different metadata apart. Workers compile, whatever this process does.
     with (
+        jax.disable_jit(False),
         unheard(),
         jax_traces.outside_of_traces(),
         set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
