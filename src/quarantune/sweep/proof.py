@@ -97,10 +97,10 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     config = restore(config, call.config_values)
     jitted, keywords = jitted_with(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
     args, kwargs = call_as_structs(call)
-    # JAX keeps traces under different metadata apart. Workers compile, whatever this process does.
+    # JAX keeps traces under different metadata apart.
     with (
-        jax.disable_jit(False),
         unheard(),
+        jax.disable_jit(False),
         jax_traces.outside_of_traces(),
         set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
     ):

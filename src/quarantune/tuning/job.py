@@ -36,14 +36,7 @@ from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning import scatter
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import (
-    call_result,
-    entry_for,
-    failed_sweep,
-    findings_now,
-    measured_entry,
-    saved_result,
-)
+from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, measured_entry, saved_result
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
@@ -446,8 +439,7 @@ class TuningJob:
         if self._records.directory is None or self._search.tries_all:
             return False
         known = self._tuning.layers.saved(self._keyed, self._now)
-        is_good = known is not None and STALE not in known.record
-        searched = known.findings.search if known is not None and is_good else Searched()
+        searched = Searched() if known is None or STALE in known.record else known.findings.search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
