@@ -111,7 +111,6 @@ COVERED_BY = {
     "transport/unpicklable.py": "unit/transport/test_payload.py",
     "tuning/claim_and_journal.py": "behaviour/isolation/test_measured_here.py",
     "tuning/job.py": "unit/tuning/test_compile_verdicts.py",
-    "tuning/outcome.py": "unit/sweep/test_searching.py",
     "tuning/reuse.py": "behaviour/remembered/test_reused_programs.py",
     "tuning/starts.py": "unit/answers/test_layers.py",
     "values/amounts.py": "unit/values/test_settings.py",

@@ -34,7 +34,7 @@ def by_rule(call: KeyedCall, now: Situation, layers: Layers) -> Answer | str:
             continue
         if why_not := rule.why_not(leaves):
             reason = f"{why_not}, in {store.label}: tune the call, or fit a rule on calls like it"
-        elif layers.versions_serve(changed_versions(entry), now, is_own=not store.read_only):
+        elif layers.versions_serve(changed_versions(entry, call), call, now, is_own=not store.read_only):
             for raw in rule.ranked(leaves):
                 config = call.call.find(raw, is_listed=True)
                 if config is not None and call.call.keeps(config):

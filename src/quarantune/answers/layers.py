@@ -15,7 +15,8 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
 from quarantune.cache import problems
 from quarantune.cache.entry_file import Entry
-from quarantune.cache.store import Prefer, Store
+from quarantune.cache.joining import OTHERS, joined_by_sweep, results_in
+from quarantune.cache.store import Store
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.functions import versions
@@ -85,19 +86,27 @@ class Layers:
     def find(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the measured result for a call from memory or a layer, even if its search was not thorough."""
         found = self._memory.answers.get(call.id)
-        if found is None and (found := self._best(call, now)) is not None:
-            self._memory.keep(call.id, found)
+        if found is None or (now.tunes and not self.serves(found, now)):
+            best = self._best(call, now)
+            if best is not None and (found is None or self.serves(best, now)):
+                self._memory.keep(call.id, found := best)
         return found if found is not None and found.origin is Origin.SAVED else None
 
     def _best(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the first measured result of the layers, or else their first estimate; reads each layer once."""
-        best = None
+        """Returns the best result of the layers, the first of equal ones; reads each layer once.
+
+        A measured result that is thorough enough is better than one that is not, which is better than an estimate.
+        """
+        best, rank = None, (False, False)
         for store in self.stores(now):
             found = self._usable(store, _entry(store, call), call, now)
-            if found is not None and (best is None or found.origin is Origin.SAVED):
+            if found is None:
+                continue
+            its_rank = found.origin is Origin.SAVED, not now.tunes or self.serves(found, now)
+            if best is None or its_rank > rank:
                 _logger.debug("%s: found in %s", call.id.name, store.label)
-                best = found
-            if best is not None and best.origin is Origin.SAVED:
+                best, rank = found, its_rank
+            if all(rank):
                 break
         return best
 
@@ -121,9 +130,12 @@ class Layers:
             now: the situation of the call.
         """
         is_own = not store.read_only
-        for each in () if entry is None else saved_program.results_in(entry):
+        for each in () if entry is None else results_in(entry):
+            if each is not entry and saved_program.is_for_another_call(each, call):
+                continue  # only the latest result serves calls that were not measured
             config = self._function.config_of(each, call.call, is_own=is_own)
-            if config is None or not self.versions_serve(changed := changed_versions(each), now, is_own=is_own):
+            changed = changed_versions(each, call)
+            if config is None or not self.versions_serve(changed, call, now, is_own=is_own):
                 continue
             if not changed and (difference := saved_program.why_another(each, call, config)):
                 self.differences.setdefault(call.id, difference)
@@ -139,11 +151,10 @@ class Layers:
             )
         return None
 
-    def versions_serve(self, changed: str, now: Situation, *, is_own: bool = True) -> bool:
+    def versions_serve(self, changed: str, call: KeyedCall, now: Situation, *, is_own: bool = True) -> bool:
         """Returns whether an entry serves although versions changed; warns if it is in the user's cache."""
         if changed:
-            # Another version of XLA may give the defaults other bits.
-            if now.settings.version_check or (now.settings.numerics or self._function.options.numerics) == BITWISE:
+            if demands_versions(call, now):
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False
             if not is_own:  # a shipped table seldom comes from the user's machine
@@ -203,17 +214,26 @@ def _entry(store: Store, call: KeyedCall) -> Entry | None:
     entry = store.get(*call.id)
     if entry is None and call.call.function.options.numerics == BITWISE:
         ordinary = store.get(*call.id_under_rounding) or {}
-        exact = [(each, dict_or_empty(each.get("exact"))) for each in saved_program.results_in(ordinary)]
-        found = [{**each, **its} for each, its in exact if its]
-        return {**found[0], saved_program.OTHERS: found[1:]} if found else None
+        exact = [(each, dict_or_empty(each.get("exact"))) for each in results_in(ordinary)]
+        found = [{**each, "speedup_interval": None, **its} for each, its in exact if its]
+        return {**found[0], OTHERS: found[1:]} if found else None
     return entry
 
 
-def changed_versions(entry: Entry) -> str:
-    """Lists the versions that have changed since an entry was made; empty if all are the same."""
-    then = dict_or_empty(entry.get("versions"))
-    changed = {name: now for name, now in versions.versions().items() if then and then.get(name) != now}
-    return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
+def changed_versions(entry: Entry, call: KeyedCall | None = None) -> str:
+    """Lists the versions that have changed since an entry was made; empty if all are the same.
+
+    Args:
+        entry: the entry.
+        call: the call that it may serve. If its numerics are exact, plugins and flags of compilers also count.
+    """
+    platform = call.platform if call is not None and call.call.function.options.numerics != ROUNDING else ""
+    return versions.changed_since(dict_or_empty(entry.get("versions")), platform)
+
+
+def demands_versions(call: KeyedCall, now: Situation) -> bool:
+    """Returns whether only results of the present versions serve a call: other compilers may give other bits."""
+    return now.settings.version_check or call.call.function.options.numerics != ROUNDING
 
 
 def dict_or_empty(value: Any) -> JsonObject:
@@ -226,9 +246,13 @@ def open_store(settings: Settings) -> Store:
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
 
 
-def save(settings: Settings, problem: ProblemId, entry: Mapping[str, Any], *, prefer: Prefer | None = None) -> None:
-    """Saves an entry in the cache directory, and when this process ends in the bucket of `PUSH`; see `Store.put`."""
-    open_store(settings).put(*problem, entry, prefer=prefer)
+def save(settings: Settings, problem: ProblemId, entry: Mapping[str, Any]) -> None:
+    """Joins an entry with the entry in the cache directory, and when this process ends in the bucket of `PUSH`.
+
+    Raises:
+        CacheWriteError: see `Store.put`.
+    """
+    open_store(settings).put(*problem, entry, prefer=joined_by_sweep)
     if settings.push is not None:
         from quarantune.buckets import orders  # few programs push
 

@@ -36,7 +36,7 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
         config = kept(entry, call.call)
         if config is None:
             refused = refused or f"{there} in {store.label} has {_why_refused(entry, call.call)}"
-        elif layers.versions_serve(changed := changed_versions(entry), now, is_own=not store.read_only):
+        elif layers.versions_serve(changed := changed_versions(entry, call), call, now, is_own=not store.read_only):
             problems.report_once(
                 f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
                 f"{there} in {store.label}{f' (a nearer one is refused: {refused})' if refused else ''} "

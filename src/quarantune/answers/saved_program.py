@@ -5,27 +5,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from quarantune.cache.entry_file import Entry
+from quarantune.cache.joining import winner_of
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
 from quarantune.jax_internals import jax_backends
-from quarantune.transport.programs import is_same
 from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
-from quarantune.values.trial import Trial
+from quarantune.values.trial import Trial, is_same_program
 
-OTHERS = "other_programs"
-"""Name of the field, in the entry of the latest result, with results of other programs for the same key."""
-STALE = "stale"
-"""Name of the field, in a result, with the reason why `verify` tunes again. The next result replaces it in any case."""
-_MOST_OTHERS = 7
 _numbers = itertools.count()
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -54,12 +49,23 @@ def measured_program(
         found["arguments"] = _arguments(call)
     if best.program and (is_here or _may_run_here(call)):
         ours = traced_apart(call, best.config)
-        if ours is None or ours.text is None or not is_same(ours.identity, best.program):
+        if ours is None or ours.text is None or not is_same_program(ours.identity, best.program):
             return {}
         found["lines"] = ours.text.short
         if is_disputed:
             found["winner"] = ours.identity
     return found if best.program else {}
+
+
+def programs_of_calls(measured: Sequence[JsonObject]) -> JsonObject:
+    """Returns the record of one config's programs for several calls that share a key.
+
+    Args:
+        measured: the results of `measured_program` for the calls; each of them holds the call's arguments.
+    """
+    first, *others = measured
+    further = [each for each in others if each]
+    return first | {"calls": further} if first and further else first
 
 
 def _may_run_here(call: KeyedCall) -> bool:
@@ -81,22 +87,6 @@ def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
         return None if reached else found
 
 
-def results_in(entry: Entry) -> Iterator[Entry]:
-    """Yields the results of an entry: the latest, then the results of other programs under the same key."""
-    yield entry
-    others = entry.get(OTHERS)
-    yield from (each for each in (others if isinstance(others, list) else []) if isinstance(each, dict))
-
-
-def with_others(offered: Entry, present: Entry) -> Entry:
-    """Returns a new entry, with the present entry's results for other programs added."""
-    program = _winner_of(offered)
-    known = [each for each in results_in(present) if STALE not in each]
-    kept = [each for each in known if program and (it := _winner_of(each)) and not is_same(it, program)]
-    others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
-    return {**offered, OTHERS: others} if others else offered
-
-
 def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
     """Returns how the call's program differs from the measured program; empty if they are the same.
 
@@ -108,21 +98,22 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
         call: the call.
         config: the config of the result.
     """
-    program, winner = entry.get("program"), _winner_of(entry)
-    if not winner or not isinstance(program, dict) or call.call.is_symbolic:  # other shapes have other programs
-        return ""
-    if "arguments" in program and program["arguments"] != _arguments(call):
-        return ""
-    ours = program_of(call, config)
-    if ours is None:
+    program = _program_for(entry, call)
+    winner = winner_of({"program": program})
+    if not winner or (ours := program_of(call, config)) is None:
         return ""
     if ours.text is None:
         return f"it cannot be traced: {ours.error}"
     spelling = program.get("spelling", _spelling(call.call))
-    if is_same(ours.identity, winner) or _is_same_as_spelt(spelling, call, config, winner):
+    if is_same_program(ours.identity, winner) or _is_same_as_spelt(spelling, call, config, winner):
         return ""
     lines = program.get("lines")
     return ours.text.difference(lines) if isinstance(lines, str) and lines else "its text is another one"
+
+
+def is_for_another_call(entry: Entry, call: KeyedCall) -> bool:
+    """Returns whether a result's program is known, but not for a call with these arguments: a `key_fn` joins them."""
+    return bool(winner_of(entry)) and not _program_for(entry, call)
 
 
 def as_spelt(entry: Entry, call: BoundCall) -> BoundCall:
@@ -130,6 +121,19 @@ def as_spelt(entry: Entry, call: BoundCall) -> BoundCall:
     program = entry.get("program")
     spelt = _as_spelt(program.get("spelling"), call) if isinstance(program, dict) else None
     return spelt or call
+
+
+def _program_for(entry: Entry, call: KeyedCall) -> JsonObject:
+    """Returns an entry's record of the program that was measured with a call's arguments; empty if it has none."""
+    program: Any = entry.get("program")
+    if call.call.is_symbolic or not isinstance(program, dict):
+        return {}  # symbolic shapes have another program than the shapes that were measured
+    if "arguments" not in program:
+        return program
+    further = program.get("calls")
+    each = [program, *(further if isinstance(further, list) else [])]
+    mine = _arguments(call)
+    return next((it for it in each if isinstance(it, dict) and it.get("arguments") == mine), {})
 
 
 def _spelling(call: BoundCall) -> list[Any]:
@@ -143,7 +147,7 @@ def _is_same_as_spelt(spelling: Any, call: KeyedCall, config: Config, winner: st
     if spelt is None:
         return False
     found = program_of(dataclasses.replace(call, call=spelt, programs={}), config)
-    return found is not None and is_same(found.identity, winner)
+    return found is not None and is_same_program(found.identity, winner)
 
 
 def _as_spelt(spelling: Any, call: BoundCall) -> BoundCall | None:
@@ -157,12 +161,6 @@ def _as_spelt(spelling: Any, call: BoundCall) -> BoundCall | None:
         return BoundCall(call.function, args, {name: values[name] for name in names})
     except (KeyError, TypeError, ValueError):  # a file may hold anything
         return None
-
-
-def _winner_of(entry: Entry) -> str:
-    program = entry.get("program")
-    winner = program.get("winner") if isinstance(program, dict) else ""
-    return winner if isinstance(winner, str) else ""
 
 
 def _arguments(call: KeyedCall) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quarantune.answers.answer import Situation
-from quarantune.answers.layers import Layers, changed_versions, dict_or_empty
+from quarantune.answers.layers import Layers, changed_versions, demands_versions, dict_or_empty
 from quarantune.cache.entries import CacheRecord
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
@@ -112,6 +112,6 @@ def _differences(call: KeyedCall, record: CacheRecord, now: Situation) -> list[s
         differences.append(
             "the function that makes the configs" if size is None else f"the list of configs ({then} then, {size} now)"
         )
-    if now.settings.version_check and (changed_since := changed_versions(entry)):
+    if demands_versions(call, now) and (changed_since := changed_versions(entry, call)):
         differences.append(f"versions: {changed_since}")
     return differences

@@ -28,7 +28,7 @@ from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.transport.executable import from_data
 from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
 from quarantune.tuning.job import check_outside
-from quarantune.tuning.outcome import entry_for, findings_now, more_thorough
+from quarantune.tuning.outcome import entry_for, findings_now
 from quarantune.values import blocks
 from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
@@ -185,7 +185,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     findings = findings_now(call, Findings(), report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
-    save(blocks.current(), described.id, entry, prefer=more_thorough)
+    save(blocks.current(), described.id, entry)
     return best.config
 
 

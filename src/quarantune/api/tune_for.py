@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from quarantune.answers import saved_program
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import save
 from quarantune.answers.recording import RecordedCall
@@ -22,13 +24,13 @@ from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments
 from quarantune.results.report_data import CallShare
 from quarantune.results.result import TuningResult
-from quarantune.tuning.outcome import call_result, entry_for, findings_now
+from quarantune.tuning.outcome import call_result, findings_now, measured_entry
 from quarantune.values import blocks
-from quarantune.values.codec import JsonObject, equal, text_of
+from quarantune.values.codec import JsonObject, text_of
 from quarantune.values.errors import TuningFailedError
 from quarantune.values.options import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
-from quarantune.values.trial import Findings, Outcome, Trial
+from quarantune.values.trial import OTHER, UNSTABLE, VARIES, Findings, Outcome, Trial
 
 TOTAL, WORST = "total", "worst"
 
@@ -52,7 +54,8 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     if not tuner.function.options.is_by_time:
         raise ValueError(f"{tuner.function.name}: tune_for compares times: leave out objective, or use tune")
     many = given_weights(calls, weights)
-    bound = [tuner.bind(*given_arguments(call)) for call in calls]
+    # A bound call has its numerics, whatever is in force now.
+    bound = [call if isinstance(call, BoundCall) else tuner.bind(*given_arguments(call)) for call in calls]
     now = Situation.of(bound[0])
     device = place_of(now.settings).device()
     described = [keyed_to_tune(call, device) for call in bound]
@@ -64,8 +67,12 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
                 f"{name}: these calls share no key, so one config cannot be saved for both: {labels[0]}; and "
                 f"{label}. Give autotune a key_fn that returns the same value for them"
             )
-    results, found = _sweeps(tuner, described)
-    trials = tuple(_merged([each.get(text) for each in found], labels, many) for text in dict.fromkeys(chain(*found)))
+    results, found, owns = _sweeps(described)
+
+    def merged(each: Sequence[Trial | None]) -> Trial:
+        return _merged(each, labels, many)
+
+    trials = tuple(merged([each.get(text) for each in found]) for text in dict.fromkeys(chain(*found)))
     usable = [trial for trial in trials if trial.outcome is Outcome.OK]
     if not usable:
         reasons = "; ".join(dict.fromkeys(trial.message for trial in trials))
@@ -79,7 +86,7 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     def score(trial: Trial) -> float:
         return max(map(operator.truediv, times_ms(trial), best_ms)) if by == WORST else trial.time_ms or math.nan
 
-    best, default = min(usable, key=score), results[0].default_config
+    best = min(usable, key=score)
     # A mean with a bound in it is a bound. The winner stays `ok`: nothing else is known to be better.
     stopped = {text for each in found for text, trial in each.items() if trial.is_bound} - {text_of(best.config)}
     trials = tuple(
@@ -88,16 +95,46 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         else trial
         for trial in trials
     )
-    default_ms = next((trial.time_ms for trial in usable if equal(trial.config, default)), None)
-    compared = Findings(best.time_ms or math.nan, default_ms)
-    findings = findings_now(first.call, compared, trials, results[0].findings.search)
+    own = merged(owns) if all(owns) else None
+    findings = findings_now(first.call, Findings.of(best, own), trials, results[0].findings.search)
     shares = tuple(map(CallShare, labels, many, times_ms(best), best_ms))
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
     if not now.settings.disable_cache:
-        entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
+        program = functools.partial(_program, described, found, owns, is_here=place_of(now.settings).is_here)
+        samples = sum(len(each[text_of(best.config)].samples_ms) for each in found)
+        # Configs with the defaults' bits are ranked by the total.
+        among = [best] if by == WORST else [*trials, *([] if own is None else [own])]
+        named = {"name": f"tune_for by {by}"}
+        entry = measured_entry(first, best, findings, named, among=among, program=program, samples=samples)
         _save(entry, described, shares, now)
     tuner.adopt(first, result, now)
     return result
+
+
+def _program(
+    described: Sequence[KeyedCall],
+    found: Sequence[Mapping[str, Trial]],
+    owns: Sequence[Trial | None],
+    trial: Trial,
+    *,
+    is_here: bool,
+) -> JsonObject:
+    """Returns the record of the programs that a config had in the sweeps of the calls.
+
+    Args:
+        described: the calls.
+        found: for each call its trials by the text of their configs.
+        owns: for each call the trial of the defaults.
+        trial: the trial of the config over all calls.
+        is_here: see `measured_program`.
+    """
+    text = text_of(trial.config)
+    return saved_program.programs_of_calls(
+        [
+            saved_program.measured_program(call, each.get(text) or untuned or trial, untuned, is_here=is_here)
+            for call, each, untuned in zip(described, found, owns, strict=True)
+        ]
+    )
 
 
 def _save(entry: Entry, described: Sequence[KeyedCall], shares: Sequence[CallShare], now: Situation) -> None:
@@ -141,35 +178,49 @@ def given_weights(calls: Sequence[Any], weights: Sequence[float] | None) -> list
     return [float(weight) for weight in weights]
 
 
-def _sweeps(tuner: Tuner, described: Sequence[KeyedCall]) -> tuple[list[TuningResult], list[dict[str, Trial]]]:
+def _sweeps(
+    described: Sequence[KeyedCall],
+) -> tuple[list[TuningResult], list[dict[str, Trial]], list[Trial | None]]:
     """Tunes each call under a separate key. If the first search left configs out, the others try only its good ones.
 
     Returns:
-        The results, and for each its trials by the text of their configs; with the defaults' time if these may win.
+        The results; for each its trials by the text of their configs, with the defaults' trial if these may win; and
+        the defaults' trials, None if they have no time.
     """
-    options, configs = dataclasses.replace(tuner.function.options, key_fn=None), None
-    results, found, block = list[TuningResult](), list[dict[str, Trial]](), JsonObject()
+    function, configs = described[0].call.function, None
+    options = dataclasses.replace(function.options, key_fn=None)
+    results, found, owns = list[TuningResult](), list[dict[str, Trial]](), list[Trial | None]()
+    is_in_force = blocks.numerics_in_force() in (None, options.numerics)
+    block: JsonObject = {} if is_in_force else {"numerics": options.numerics}
     for each in described:
-        own = Tuner(tuner.function.with_options(options, configs))
+        own = Tuner(function.with_options(options, configs))
         with blocks.settings(**block):
             resume = not blocks.current().always_tune
             result = own.tune(own.bind(each.call.args, each.call.kwargs), resume=resume).with_trials()
         # Finals are careful measurements. For other trials take the merit: disturbed runs spoil their times.
-        measured = {text_of(trial.config): trial.time_ms for trial in result.finalists}
+        measured = {text_of(trial.config): trial for trial in result.finalists}
         trials = dict[str, Trial]()
         for trial in result.trials:
             text = text_of(trial.config)
-            trials[text] = dataclasses.replace(trial, time_ms=measured.get(text, trial.merit))
-        if (default := result.default_config) is not None and options.judges_outputs and result.default_time_ms:
-            timed = Trial(config=default, outcome=Outcome.OK, time_ms=result.default_time_ms)
-            trials.setdefault(text_of(default), timed)
+            time_ms = measured[text].time_ms if text in measured else trial.merit
+            trials[text] = dataclasses.replace(trial, time_ms=time_ms)
+        untuned = None
+        if (default := result.default_config) is not None:
+            text = text_of(default)
+            untuned = trials.get(text)
+            if untuned is None and result.default_time_ms:
+                timed = Trial(config=default, outcome=Outcome.OK, time_ms=result.default_time_ms)
+                untuned = measured.get(text, timed)
+                if options.judges_outputs:
+                    trials[text] = untuned
         results.append(result)
         found.append(trials)
-        if results[0].seen != results[0].space_size:
-            options = dataclasses.replace(options, max_trials=None, time_budget=None, patience=None)
-            configs = [trial.config for trial in results[0].trials if trial.merit is not None]
-            block = {"search": EXHAUSTIVE, "max_trials": None, "time_budget": None}
-    return results, found
+        owns.append(untuned if untuned is not None and untuned.is_usable else None)
+        good = [trial.config for trial in results[0].trials if trial.merit is not None]
+        if results[0].seen != results[0].space_size and good:
+            options, configs = dataclasses.replace(options, max_trials=None, time_budget=None, patience=None), good
+            block |= {"search": EXHAUSTIVE, "max_trials": None, "time_budget": None}
+    return results, found, owns
 
 
 def _merged(each: Sequence[Trial | None], labels: Sequence[str], weights: Sequence[float]) -> Trial:
@@ -181,7 +232,15 @@ def _merged(each: Sequence[Trial | None], labels: Sequence[str], weights: Sequen
     times_ms = [trial.time_ms for trial in each if trial is not None and trial.time_ms is not None]
     if len(times_ms) == len(each):
         mean_ms = math.fsum(map(operator.mul, weights, times_ms)) / math.fsum(weights)
-        return Trial(config=known.config, outcome=Outcome.OK, time_ms=mean_ms)
+        trials = [trial for trial in each if trial is not None]
+        bits = _worst([trial.bits for trial in trials], UNSTABLE, OTHER)
+        batch = _worst([trial.batch for trial in trials], VARIES)
+        return Trial(config=known.config, outcome=Outcome.OK, time_ms=mean_ms, bits=bits, batch=batch)
     at = next(at for at, trial in enumerate(each) if trial is None or trial.time_ms is None)
     ended = each[at] or Trial(config=known.config, outcome=Outcome.NOT_RUN, message="it was not tried")
     return dataclasses.replace(ended, message=f"for {labels[at]}: {ended.message}")
+
+
+def _worst(values: Sequence[str | None], *worse: str) -> str | None:
+    """Returns what is known of all calls: the worst of their values, None if unknown for one of them."""
+    return next((value for value in (*worse, None) if value in values), values[0])

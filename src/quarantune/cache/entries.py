@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 from quarantune.cache import journal
 from quarantune.cache.entry_file import LARGEST_ENTRIES_BYTES, Contents, Entry, encode
 from quarantune.cache.file_names import problem_hash, safe_name
+from quarantune.cache.joining import config_in, is_conflict, joined_by_export, joined_by_merge
 from quarantune.cache.problems import CacheWriteError, write_errors
-from quarantune.cache.store import Prefer, Store
+from quarantune.cache.store import Prefer, Store, joined
 from quarantune.host.shared_files import Directory, paths
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
-from quarantune.values.trial import Findings
 
 _ASIDE = f"corrupt-{'[0-9]' * 8}T{'[0-9]' * 6}*"
 _SET_ASIDE = (f"*.json.{_ASIDE}", f"*.entries/*.json.{_ASIDE}", f"*.trials/*.{_ASIDE}")
@@ -87,9 +87,11 @@ class MergeReport:
 
     Attributes:
         added: the problems that only the other cache had.
-        updated: the problems with the same config in both caches, but more samples in the other: its entry won.
+        updated: the problems with the same config in both caches, but with more samples or results of further programs
+            in the other one.
         unchanged: the problems with the same config in both caches whose entry stayed.
-        conflicts: the problems with different configs: the newer entry stayed, and the pair lists both.
+        conflicts: the problems with different configs for one program: the newer result comes first, and the pair lists
+            both.
     """
 
     added: tuple[CacheKey, ...] = ()
@@ -166,13 +168,14 @@ def merge(store: MergeTarget, others: Iterable[tuple[str, Contents]]) -> MergeRe
     for name, contents in others:
         if contents:
             offered |= dict(entries_of(name, contents))
-            store.merge(name, contents, prefer=functools.partial(_preferred, decided, name))
+            store.merge(name, contents, prefer=functools.partial(_decide, decided, name))
     updated: list[CacheKey] = []
     unchanged: list[CacheKey] = []
     conflicts: list[EntryPair] = []
     for key, (present, kept) in decided.items():
-        if _config_of(present) != _config_of(offered[key]):
-            conflicts.append(EntryPair(key, kept, offered[key] if kept == present else present))
+        if is_conflict(present, offered[key]):
+            is_first = config_in(kept) == config_in(present)
+            conflicts.append(EntryPair(key, kept, offered[key] if is_first else present))
         else:
             (unchanged if kept == present else updated).append(key)
     return MergeReport(
@@ -183,10 +186,10 @@ def merge(store: MergeTarget, others: Iterable[tuple[str, Contents]]) -> MergeRe
     )
 
 
-def _preferred(
+def _decide(
     decided: dict[CacheKey, tuple[Entry, Entry]], name: str, device: str, problem: str, present: Entry, offered: Entry
 ) -> Entry:
-    """Returns the entry that a merge keeps: with more samples if both have the same config, else the newer one.
+    """Returns the entry that a merge leaves, and notes the decision.
 
     Args:
         decided: the present and the kept entry of each decision, by key; this decision is added.
@@ -199,13 +202,7 @@ def _preferred(
     key = CacheKey(name, problem, device)
     if key in decided and present == decided[key][1]:
         return present  # a second write of the file, because another process changed it
-    if _config_of(present) == _config_of(offered):
-        kept = offered if _samples_of(offered) > _samples_of(present) else present
-    else:
-        # Measured entries beat estimates. ISO times in UTC sort as text; an entry without a time counts as older.
-        kept = max(
-            present, offered, key=lambda it: (not Findings.from_json(it).is_estimate, str(it.get("created", "")))
-        )
+    kept = joined_by_merge(device, problem, present, offered)
     decided[key] = present, kept
     return kept
 
@@ -221,16 +218,13 @@ def export(
             "another directory"
         )
     for name, contents in found:
-        path, present = target.path(name), target.read(name)
-        joined = {
-            device: dict(sorted({**present.get(device, {}), **contents.get(device, {})}.items()))
-            for device in sorted({*present, *contents})
-        }
+        path, both = target.path(name), joined(contents, joined_by_export, target.read(name))
+        ordered = {device: dict(sorted(both[device].items())) for device in sorted(both)}
         with (
             write_errors(f"nothing was exported to {str(path)!r}", "name another directory"),
             Directory(path.parent, make=True) as place,
         ):
-            place.replace(path.name, encode(joined))
+            place.replace(path.name, encode(ordered))
     return [key for name, contents in found for key, _ in entries_of(name, contents)]
 
 
@@ -241,8 +235,8 @@ def compare(here: Iterable[CacheRecord], there: Iterable[CacheRecord]) -> CacheD
     return CacheDiff(
         only_here=tuple(sorted(ours.keys() - theirs.keys())),
         only_there=tuple(sorted(theirs.keys() - ours.keys())),
-        different=tuple(pair for pair in pairs if _config_of(pair.kept) != _config_of(pair.other)),
-        same=tuple(pair.key for pair in pairs if _config_of(pair.kept) == _config_of(pair.other)),
+        different=tuple(pair for pair in pairs if config_in(pair.kept) != config_in(pair.other)),
+        same=tuple(pair.key for pair in pairs if config_in(pair.kept) == config_in(pair.other)),
     )
 
 
@@ -306,16 +300,6 @@ def among(
 
 def _matches(name: str, wanted: str) -> bool:
     return name == safe_name(wanted) or fnmatch.fnmatchcase(name, wanted)
-
-
-def _config_of(entry: Entry) -> str:
-    """Returns the config of an entry, or its rule, as text."""
-    return canonical_json(entry.get("rule") or entry.get("config"))
-
-
-def _samples_of(entry: Entry) -> float:
-    samples = entry.get("samples")
-    return samples if isinstance(samples, (int, float)) else 0
 
 
 def problems(store: Store) -> list[str]:

@@ -79,7 +79,8 @@ def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram
     elif is_part:
         jitted = function.fn  # JAX takes compiler options only at the outermost jit
     try:
-        traced = jitted.trace(*args, **kwargs, **keywords)
+        with jax.disable_jit(False):  # as in workers: otherwise functions inside lose their own `jit`
+            traced = jitted.trace(*args, **kwargs, **keywords)
     except Exception as error:
         if is_interruption(error):
             raise

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -39,6 +41,24 @@ def compilers(platform: str) -> dict[str, str]:
     """
     found = {name: version for name, version in versions().items() if name != "nvidia_driver"} | _plugins(platform)
     return found | {name: flags for name in _FLAGS if (flags := os.environ.get(name, "").strip())}
+
+
+def all_that_compiles(platform: str) -> dict[str, str]:
+    """Returns everything that decides the bits of a program: `versions` and `compilers`."""
+    return versions() | compilers(platform)
+
+
+def changed_since(then: Mapping[str, Any], platform: str = "") -> str:
+    """Lists the versions that have changed; empty if all are the same, or were not recorded.
+
+    Args:
+        then: the versions of an earlier time: all that compiles, or only `versions`, as earlier releases saved them.
+        platform: the platform whose plugins and flags also count; empty if only `versions` count.
+    """
+    now = all_that_compiles(platform) if platform else versions()
+    names = dict.fromkeys([*now, *(then if platform else ())]) if then else ()
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} {then.get(name, 'unset')} (now {now.get(name, 'unset')})" for name in changed)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
+from quarantune.cache.joining import winner_of
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.cache.store import Store
 from quarantune.results.report_data import CallShare, PlainResult, ResultData
@@ -17,7 +18,7 @@ from quarantune.rules.rule import FIELD, Rule
 from quarantune.values.codec import JsonObject, canonical_json, frozen, text_of
 from quarantune.values.configs import format_config
 from quarantune.values.texts import shown
-from quarantune.values.trial import Findings, Outcome, Trial
+from quarantune.values.trial import Findings, Outcome, Trial, is_same_program
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
@@ -115,12 +116,8 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
 
 def _is_another(entry: Entry, trial: Trial | None) -> bool:
     """Returns whether the winner's trial in a journal has another program than the winner of an entry."""
-    from quarantune.transport.programs import is_same  # pages of other entries need no JAX
-
-    program = entry.get("program")
-    winner = program.get("winner") if isinstance(program, dict) else None
-    known = trial.program if trial is not None else ""
-    return bool(known) and isinstance(winner, str) and winner != "" and not is_same(known, winner)
+    programs = winner_of(entry), "" if trial is None else trial.program
+    return all(programs) and not is_same_program(*programs)
 
 
 def shares_of(entry: Entry) -> tuple[tuple[CallShare, ...], str]:

@@ -78,12 +78,6 @@ def remove_notes(lowered: Any) -> None:
     lowered.compiler_ir().operation.walk(remove)
 
 
-def is_same(program: str, other: str) -> bool:
-    """Returns whether two identities belong to one program, as far as they are comparable."""
-    (traced, _, lowered), (other_traced, _, other_lowered) = program.partition("."), other.partition(".")
-    return lowered == other_lowered if lowered and other_lowered else traced == other_traced
-
-
 def identity(
     lowered: Any, text: str, traced: ProgramText, compiler_options: Mapping[str, Any], *, is_shared: bool = True
 ) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quarantune import device_table
 from quarantune.answers.answer import Answer, Situation
+from quarantune.answers.layers import demands_versions
 from quarantune.cache import claims, journal, problems, sweeps
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
@@ -65,6 +66,8 @@ class ClaimAndJournal:
         self._id, self._is_jitted = call.id, call.call.function.is_jitted
         self._settings = settings
         self._limits = limits
+        self._versions = versions.all_that_compiles(call.platform)
+        self._demands_versions = demands_versions(call, now)
         self._directory = settings.cache_dir
         self._journal = Journal(settings.cache_dir, *call.id)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
@@ -231,7 +234,7 @@ class ClaimAndJournal:
             for record in [*defaults, *Journal(*of).each()]:
                 with contextlib.suppress(KeyError, DamageError):
                     trial, against = Trial.from_json(record["trial"]), comparable(str(record["reference"]))
-                    counts = record["versions"] == versions.versions() and self._still_counts(trial, record)
+                    counts = record["versions"] == self._versions and self._still_counts(trial, record)
                     if counts and (lowered := lowered_half(trial.program)) and against is not None:
                         trials[lowered, against] = trial
             for record in journal.conclusions(*of).each():
@@ -251,6 +254,8 @@ class ClaimAndJournal:
 
         def parse(record: JsonObject) -> tuple[Trial, bool]:
             trial = Trial.from_json(record["trial"])
+            if record.get("versions") != self._versions:  # other compilers may give other bits
+                trial = dataclasses.replace(trial, bits=None, digest="", batch=None)
             return trial, self._still_counts(trial, record)
 
         def complaint(refused: int) -> str:
@@ -315,7 +320,7 @@ class ClaimAndJournal:
         record = {
             "trial": trial.to_json(),
             "limits": self._limits.deadlines(),
-            "versions": versions.versions(),
+            "versions": self._versions,
             **({"reference": reference} if trial.program else {}),
         }
         mine = {"key": self._id.key, "terms": self._terms}
@@ -433,7 +438,7 @@ class ClaimAndJournal:
             return False
         if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
             return False
-        return not self._settings.version_check or record["versions"] == versions.versions()
+        return not self._demands_versions or record["versions"] == self._versions
 
 
 def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:

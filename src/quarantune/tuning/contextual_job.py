@@ -36,7 +36,7 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.tuning.job import TuningJob
-from quarantune.tuning.outcome import call_result, failed_sweep, findings_now
+from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.errors import SandboxError, TuningFailedError
@@ -395,7 +395,7 @@ class ContextualJob(TuningJob):
             "kernels": kernels,
             "baseline_ms": findings.baseline_ms,
         }
-        self._save(self._entry(config, findings) | parts)
+        self._save(entry_for(self._keyed, config, findings, self._search_as_json()) | parts)
         return self._contextual(config, findings, [*choices.values()], tuple(trials), from_cache=False)
 
     def _result_of(self, answer: Answer) -> ContextualResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, save
 from quarantune.answers.memory import Memory
 from quarantune.cache.entry_file import Entry
+from quarantune.cache.joining import STALE
 from quarantune.cache.sweeps import SweepState
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
@@ -24,7 +26,6 @@ from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
 from quarantune.measure import finals, intervals
 from quarantune.results import report
-from quarantune.results.bits_report import exact_winner
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE, Mode
@@ -33,27 +34,18 @@ from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
-from quarantune.transport.programs import is_same
 from quarantune.tuning import scatter
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import (
-    call_result,
-    entry_for,
-    failed_sweep,
-    findings_now,
-    more_thorough,
-    saved_result,
-)
+from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, measured_entry, saved_result
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
-from quarantune.values.codec import JsonObject, as_json
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
 from quarantune.values.errors import DifferentProgramError, TuningFailedError
-from quarantune.values.options import BITWISE, ROUNDING
+from quarantune.values.options import BITWISE
 from quarantune.values.trial import (
     AGAIN,
     READY,
-    SAME,
     UNSETTLED,
     UNTUNED,
     Findings,
@@ -64,6 +56,7 @@ from quarantune.values.trial import (
     Trial,
     count_outcomes,
     failed_text,
+    is_same_program,
     pruned_trial,
     with_bits,
 )
@@ -306,7 +299,7 @@ class TuningJob:
         if usable and place_of(self._now.settings).is_here:
             best = min(usable, key=lambda trial: math.inf if trial.merit is None else trial.merit)
             ours = saved_program.traced_apart(self._keyed, best.config)
-        is_proved = ours is None or is_same(ours.identity, best.program)
+        is_proved = ours is None or is_same_program(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:
             return found
         return {index: trial for index, trial in found.items() if not trial.program}
@@ -454,8 +447,7 @@ class TuningJob:
         if self._records.directory is None or self._search.tries_all:
             return False
         known = self._tuning.layers.saved(self._keyed, self._now)
-        is_good = known is not None and saved_program.STALE not in known.record
-        searched = known.findings.search if known is not None and is_good else Searched()
+        searched = Searched() if known is None or STALE in known.record else known.findings.search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
@@ -503,11 +495,23 @@ class TuningJob:
             findings = dataclasses.replace(findings, speedup_interval=interval)
         if doubt := scatter.doubt(best, [settled[index] for index in level], findings.speedup_interval):
             _logger.warning("%s: %s; %s", self._name, doubt, scatter.REMEDY.format(device=self._key.device))
-        is_here = place_of(self._now.settings).is_here
-        is_disputed = self._key in self._tuning.layers.differences
-        program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
-        exact = self._exact(settled.values(), best, defaults, program)
-        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)} | exact)
+        program = functools.partial(
+            saved_program.measured_program,
+            self._keyed,
+            defaults=defaults,
+            is_here=place_of(self._now.settings).is_here,
+            is_disputed=self._key in self._tuning.layers.differences,
+        )
+        entry = measured_entry(
+            self._keyed,
+            best,
+            findings,
+            self._search_as_json(),
+            among=settled.values(),
+            program=program,
+            samples=len(best.samples_ms),
+        )
+        self._save(entry)
         told = findings.text()
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
@@ -554,19 +558,6 @@ class TuningJob:
             typical=[theirs / ours for ours, theirs in pairs],
         )
 
-    def _exact(self, trials: Collection[Trial], best: Trial, defaults: Trial | None, program: JsonObject) -> JsonObject:
-        """Returns what an entry holds for calls that demand the defaults' bits; empty if a sweep must find that."""
-        is_known = self._options.numerics == ROUNDING and self._options.is_by_time  # exact winners are ranked by time
-        exact = exact_winner(trials, best) if is_known else None
-        if exact is None:
-            return {}
-        if exact is not best:
-            program = saved_program.measured_program(
-                self._keyed, exact, defaults, is_here=place_of(self._now.settings).is_here
-            )
-        found = {"config": as_json(exact.config), "time_ms": exact.time_ms, "bits": SAME, "program": program}
-        return {"exact": found}
-
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
         failure = self._failure(self._all_trials())
@@ -606,14 +597,13 @@ class TuningJob:
             findings = Findings.of(best, None, trials=count_outcomes(ended))
             self._tuning.remember(self._keyed, call_result(self._keyed, best.config, findings, ended), self._now)
 
-    def _entry(self, config: Config, findings: Findings, program: JsonObject | None = None) -> Entry:
-        search = {"name": self._search.label, "seed": self._search.seed}
-        return entry_for(self._keyed, config, findings, search, program)
+    def _search_as_json(self) -> JsonObject:
+        return {"name": self._search.label, "seed": self._search.seed}
 
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:
             with self._records.saving():
-                save(self._now.settings, self._key, entry, prefer=more_thorough)
+                save(self._now.settings, self._key, entry)
 
     def _result_of(self, answer: Answer) -> TuningResult:
         return saved_result(self._keyed, answer)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer
 from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
@@ -19,6 +18,7 @@ from quarantune.functions.binding import Arguments, bind_config
 from quarantune.functions.description import as_structs, is_array
 from quarantune.functions.fingerprint import plain_function
 from quarantune.host.repository import commit_of
+from quarantune.results.bits_report import exact_winner
 from quarantune.results.from_cache import shares_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult
@@ -26,7 +26,7 @@ from quarantune.results.unfinished import FailedSweep
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.options import ROUNDING
-from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
+from quarantune.values.trial import SAME, SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
 
 
 def call_result(
@@ -150,7 +150,7 @@ def entry_for(
         **({"arguments": [keyed.arguments]} if keyed.call.function.options.key_fn is not None else {}),
         "fingerprint": keyed.call.function.fingerprint.parts,
         "space": keyed.call.space,
-        "versions": versions.versions(),
+        "versions": versions.all_that_compiles(keyed.platform),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),
@@ -162,23 +162,34 @@ def entry_for(
     }
 
 
-def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entry:
-    """Chooses between the saved entry and a new one for the same problem.
+def measured_entry(
+    keyed: KeyedCall,
+    best: Trial,
+    findings: Findings,
+    search: JsonObject,
+    *,
+    among: Collection[Trial],
+    program: Callable[[Trial], JsonObject],
+    samples: int,
+) -> Entry:
+    """Returns the entry that remembers a measured result.
 
-    The new entry wins, unless the saved one comes from a more thorough search of the same space under the same versions
-    and its config is at least as fast, and nobody has found it stale. An estimate never replaces a measured entry. An
-    entry for another program also keeps the saved entry's result.
+    If the numerics are free, it also holds the result for calls that demand the defaults' bits, unless only a sweep can
+    find that. A search by another figure than time ranks these configs differently, so that it holds none.
 
     Args:
-        device: the kind of device.
-        key: the key of the problem.
-        present: the saved entry.
-        offered: the new entry.
+        keyed: the call.
+        best: the trial of the winner.
+        findings: the findings of the sweep.
+        search: see `entry_for`.
+        among: the trials that may have the defaults' bits, with the trial of the defaults.
+        program: returns the measured program of a trial, as `measured_program` does.
+        samples: the number of samples behind the winner's time.
     """
-    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint", "program"))
-    then, now = Findings.from_json(present), Findings.from_json(offered)
-    if now.is_estimate != then.is_estimate:
-        return present if now.is_estimate else saved_program.with_others(offered, present)
-    is_less = now.search.thoroughness < then.search.thoroughness
-    is_kept = is_alike and is_less and now.figure >= then.figure and saved_program.STALE not in present
-    return present if is_kept else saved_program.with_others(offered, present)
+    entry = entry_for(keyed, best.config, findings, search, program(best)) | {"samples": samples}
+    options = keyed.call.function.options
+    if options.numerics == ROUNDING and options.is_by_time and (exact := exact_winner(among, best)) is not None:
+        its_program = entry["program"] if exact is best else program(exact)
+        found = {"config": as_json(exact.config), "time_ms": exact.time_ms, "bits": SAME, "program": its_program}
+        entry["exact"] = found
+    return entry

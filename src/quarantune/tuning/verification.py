@@ -19,6 +19,7 @@ from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
+from quarantune.cache.joining import OTHERS, STALE, results_in
 from quarantune.cache.problems import CacheWriteError
 from quarantune.cache.store import Store
 from quarantune.calls.call import BoundCall, TunedFunction
@@ -152,7 +153,7 @@ def verify(
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
         # An entry may hold results of several programs, and calls use the result of the program that they run.
-        results = [CacheRecord(record.key, each) for each in saved_program.results_in(record.entry)]
+        results = [CacheRecord(record.key, each) for each in results_in(record.entry)]
         with _settings_of(record.key):
             verdicts = [(it, _verify(it, function, arguments)) for it in results for function in named]
             verdicts.append((record, _verified(record, Verdict.UNKNOWN, "no function of this name was given")))
@@ -330,7 +331,7 @@ def _tuned_again(
     """
     entry, (call, *_) = record.entry, calls
     _, for_many, by = str(dict_or_empty(entry.get("search")).get("name")).partition("tune_for by ")
-    _amend(store, record, {saved_program.STALE: found.reason})
+    _amend(store, record, {STALE: found.reason})
     try:
         # Otherwise `tune_for` takes over the measurements of its earlier sweeps.
         with settings(numerics=call.call.function.options.numerics, always_tune=True):
@@ -341,7 +342,7 @@ def _tuned_again(
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
     now = _entry(store, record.key)
-    if now is None or any(saved_program.STALE in it or it == entry for it in saved_program.results_in(now)):
+    if now is None or any(STALE in it or it == entry for it in results_in(now)):
         return dataclasses.replace(found, reason=f"{reason}; but the cache could not save it, and keeps its result")
     return dataclasses.replace(found, verdict=Verdict.TUNED_AGAIN, reason=reason)
 
@@ -355,8 +356,8 @@ def _amend(store: Store, record: CacheRecord, fields: JsonObject) -> None:
     key = record.key
 
     def amended(device: str, problem: str, present: Entry, offered: Entry) -> Entry:
-        results = [it | fields if it == record.entry else it for it in saved_program.results_in(present)]
-        return results[0] | ({saved_program.OTHERS: results[1:]} if results[1:] else {})
+        results = [it | fields if it == record.entry else it for it in results_in(present)]
+        return results[0] | ({OTHERS: results[1:]} if results[1:] else {})
 
     if _entry(store, key) is not None:
         with contextlib.suppress(CacheWriteError):  # a directory that is only read

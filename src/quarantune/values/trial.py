@@ -211,6 +211,12 @@ def lowered_half(program: str) -> str:
     return program.partition(".")[2]
 
 
+def is_same_program(program: str, other: str) -> bool:
+    """Returns whether two identities belong to one program, as far as they are comparable."""
+    (traced, _, lowered), (other_traced, _, other_lowered) = program.partition("."), other.partition(".")
+    return lowered == other_lowered if lowered and other_lowered else traced == other_traced
+
+
 def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
     if not samples_ms:
         raise ValueError("there are no samples")

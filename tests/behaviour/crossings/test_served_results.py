@@ -19,6 +19,7 @@ from quarantune import Outcome, Trial, TuningResult
 from quarantune.api.fit import _Row
 from quarantune.api.tuner import Tuner
 from quarantune.calls.key import keyed
+from quarantune.calls.program import program_of
 from quarantune.tuning import verification
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(is no longer in the config space|for another program)")
@@ -196,6 +197,18 @@ def test_verify_measures_the_result_of_the_program_that_calls_run(
     assert found.verdict == "tuned again", found
     assert other not in [entry_of(cache_dir, name), *entry_of(cache_dir, name)["other_programs"]]
     assert len(entry_of(cache_dir, name)["other_programs"]) == 1, "the other program's result stays"
+
+
+@pytest.mark.parametrize("time_grad", [False, True])
+def test_a_saved_program_is_the_same_with_jit_turned_off(time_grad: bool, name: str) -> None:
+    fn = sums(name, [{"n": 1}, {"n": 2}], time_grad=time_grad)
+    found = []
+    for turned_off in (False, True):
+        with jax.disable_jit(turned_off):
+            found.append(program_of(keyed(fn._tuner.bind((X,), {})), {"n": 2}, lowers=False))
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].identity == found[1].identity
 
 
 # --- fit ------------------------------------------------------------------------------------------------------------

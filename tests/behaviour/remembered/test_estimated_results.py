@@ -20,6 +20,7 @@ from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
 from quarantune.api import compile_check
 from quarantune.api.tuning_cache import TuningCache
+from quarantune.cache.joining import joined_by_sweep
 from quarantune.cache.store import Store
 from quarantune.calls.key import keyed, keyed_to_tune
 from quarantune.cli.entry_point import main
@@ -29,7 +30,6 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning import job as tuning_job
 from quarantune.tuning.claim_and_journal import ClaimAndJournal
 from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
-from quarantune.tuning.outcome import more_thorough
 from quarantune.values import blocks
 from quarantune.values.trial import CompilerFigures, CycleEstimate, Findings, Outcome, Trial
 
@@ -172,10 +172,10 @@ def test_nothing_is_read_if_the_cache_is_off() -> None:
 
 
 def test_a_measured_result_replaces_an_estimate_for_good() -> None:
-    assert more_thorough("", "", ESTIMATED, MEASURED) == MEASURED
-    assert more_thorough("", "", MEASURED, ESTIMATED) == MEASURED
+    assert joined_by_sweep("", "", ESTIMATED, MEASURED) == MEASURED
+    assert joined_by_sweep("", "", MEASURED, ESTIMATED) == MEASURED
     newer = {**ESTIMATED, "config": {"n": 4}}
-    assert more_thorough("", "", ESTIMATED, newer) == newer
+    assert joined_by_sweep("", "", ESTIMATED, newer) == newer
 
 
 def test_merged_caches_keep_measured_results(tmp_path: Path, cache_dir: Path) -> None:

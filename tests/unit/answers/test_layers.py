@@ -90,6 +90,31 @@ def test_layers_answer_in_order_with_usable_entries_only(tmp_path: Path, cache_d
         assert kernel().lookup(X) is None
 
 
+def test_an_exact_result_lacks_the_interval_of_the_ordinary_winner(cache_dir: Path) -> None:
+    exact = {"config": {"n": 1}, "time_ms": 2.0, "bits": "same", "program": {}}
+    store_winner(cache_dir, kernel(), 2, X, speedup_interval=[2.0, 3.0], default_time_ms=2.5, exact=exact)
+    with quarantune.settings(numerics="bitwise"):
+        (found,) = quarantune.tune_many([(kernel(), (X,))])
+    assert (found.best_config, found.time_ms, found.speedup_interval) == ({"n": 1}, 2.0, None)
+
+
+def test_a_thorough_layer_serves_before_another_sweep(tmp_path: Path, cache_dir: Path, sweeps: list[str]) -> None:
+    def fn() -> Any:
+        return kernel(search="random", max_trials=2)
+
+    def searched(stopped: str, seen: int) -> dict[str, Any]:
+        return {"stopped": stopped, "seen": seen, "space_size": 2, "budget": seen if stopped == "max_trials" else None}
+
+    store_winner(cache_dir, fn(), 1, X, search=searched("max_trials", 1))
+    store_winner(tmp_path / "layer", fn(), 2, X, search=searched("exhausted", 2))
+    known = fn()
+    with on_path(tmp_path / "layer"):
+        assert known.lookup(X) == {"n": 1}, "the user's own comes first"
+        known(X)
+        assert known.lookup(X) == {"n": 2}, "it ended a search with a smaller budget than now"
+    assert not sweeps
+
+
 def test_a_url_is_a_layer_at_its_place(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "FETCHING_S", 60.0)  # more than a busy machine needs
     new_job()

@@ -22,8 +22,7 @@ from quarantune import CacheMissError, CacheWarning, TuningCache
 from quarantune.scheduler.recall import NO_REFERENCE, Recall, comparable
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
-from quarantune.transport.programs import is_same
-from quarantune.values.trial import Outcome, Trial, lowered_half
+from quarantune.values.trial import Outcome, Trial, is_same_program, lowered_half
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -323,7 +322,7 @@ def test_two_programs_have_two_identities(pair: str) -> None:
     assert text(one) == text(one) != text(other)
     assert lowered_half(identity(one))
     assert identity(one) == identity(one) != identity(other)
-    assert not is_same(identity(one), identity(other))
+    assert not is_same_program(identity(one), identity(other))
 
 
 def test_names_and_dead_code_do_not_distinguish_programs() -> None:
@@ -371,15 +370,15 @@ def test_a_kernels_position_in_its_file_does_not_count(tmp_path: Path) -> None:
     here = told("here", "", 2.0, "1")
     assert lowered_half(here)
     assert told("there", "# moved\n\n\n", 2.0, "2") == here
-    assert not is_same(told("other", "", 3.0, "1"), here)
+    assert not is_same_program(told("other", "", 3.0, "1"), here)
 
 
 def test_identities_without_a_second_half_match_by_the_first() -> None:
-    assert is_same("program:a.b", "program:a.")
-    assert is_same("program:a.", "program:a.b")
-    assert not is_same("program:a.b", "program:a.c")
-    assert is_same("program:a.b", "program:c.b"), "another trace lowered to the same program"
-    assert not is_same("program:a.", "program:b.")
+    assert is_same_program("program:a.b", "program:a.")
+    assert is_same_program("program:a.", "program:a.b")
+    assert not is_same_program("program:a.b", "program:a.c")
+    assert is_same_program("program:a.b", "program:c.b"), "another trace lowered to the same program"
+    assert not is_same_program("program:a.", "program:b.")
 
 
 def test_a_ranked_programs_time_needs_its_own_reference() -> None:

@@ -18,10 +18,10 @@ from helpers import ROOT
 from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config, measures, plan_for
 
 from quarantune import settings
+from quarantune.cache.joining import joined_by_sweep
 from quarantune.calls.call import space_of
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.tuning.outcome import more_thorough
 from quarantune.tuning.starts import difference
 from quarantune.values import blocks
 from quarantune.values.codec import text_of
@@ -581,16 +581,16 @@ def entry(time_ms: float, stopped: str, seen: int) -> dict[str, Any]:
 
 def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     thorough, quick, better = entry(1.0, "max_trials", 80), entry(1.1, "max_trials", 20), entry(0.9, "patience", 30)
-    assert more_thorough("gpu", "key", thorough, quick) is thorough
-    assert more_thorough("gpu", "key", quick, thorough) is thorough
-    assert more_thorough("gpu", "key", thorough, better) is better
+    assert joined_by_sweep("gpu", "key", thorough, quick) == thorough
+    assert joined_by_sweep("gpu", "key", quick, thorough) == thorough
+    assert joined_by_sweep("gpu", "key", thorough, better) == better
     everything = entry(1.2, "exhausted", 100)
-    assert more_thorough("gpu", "key", thorough, everything) is everything
-    assert more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
+    assert joined_by_sweep("gpu", "key", thorough, everything) == everything
+    assert joined_by_sweep("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
     nothing_spent = thorough | {"score": 0.0}  # 0.0 is a score, less than 0.5
-    assert more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
+    assert joined_by_sweep("gpu", "key", nothing_spent, quick | {"score": 0.5}) == nothing_spent
     of_another_space = quick | {"space": {"configs": 7}}
-    assert more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
+    assert joined_by_sweep("gpu", "key", thorough, of_another_space) == of_another_space
 
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])
