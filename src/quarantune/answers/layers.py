@@ -99,7 +99,7 @@ class Layers:
         """
         best, rank = None, (False, False)
         for store in self.stores(now):
-            found = self._usable(_entry(store, call), call, now, is_own=not store.read_only)
+            found = self._usable(store, _entry(store, call), call, now)
             if found is None:
                 continue
             its_rank = found.origin is Origin.SAVED, not now.tunes or self.serves(found, now)
@@ -114,21 +114,22 @@ class Layers:
         self, call: KeyedCall, now: Situation, *, other_than: Entry | None = None, afresh: bool = False
     ) -> Answer | None:
         """Returns the usable result in the user's cache now; None if it has none, or only `other_than`."""
-        entry = open_store(now.settings).get(*call.id, afresh=afresh)
-        return None if entry == other_than else self._usable(entry, call, now)
+        entry = (store := open_store(now.settings)).get(*call.id, afresh=afresh)
+        return None if entry == other_than else self._usable(store, entry, call, now)
 
-    def _usable(self, entry: Entry | None, call: KeyedCall, now: Situation, *, is_own: bool = True) -> Answer | None:
+    def _usable(self, store: Store, entry: Entry | None, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns a result of an entry that the call may use, or None.
 
         The config of the result must be one of the call's, and these versions must accept it. If the same versions
         made it, the call must also run the measured program.
 
         Args:
+            store: the layer. If it is the user's cache, a warning explains why an entry cannot serve.
             entry: the entry; None if there is no entry.
             call: the call.
             now: the situation of the call.
-            is_own: whether the entry is in the user's cache. Then a warning explains why it cannot serve.
         """
+        is_own = not store.read_only
         for each in () if entry is None else results_in(entry):
             if each is not entry and saved_program.is_for_another_call(each, call):
                 continue  # only the latest result serves calls that were not measured
@@ -141,7 +142,8 @@ class Layers:
                 continue
             self.differences.pop(call.id, None)
             is_estimate = dict_or_empty(each.get("search")).get("stopped") == ESTIMATED
-            return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, each)
+            origin = Origin.ESTIMATED if is_estimate else Origin.SAVED
+            return Answer(origin, config, each, directory=store.directory)
         if is_own and call.id in self.differences:
             problems.report_once(
                 f"{call.id.name}: the saved result is for another program than this call runs: "

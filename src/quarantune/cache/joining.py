@@ -10,6 +10,8 @@ from quarantune.values.trial import Findings, is_same_program
 
 OTHERS = "other_programs"
 """Name of the field, in the entry of the latest result, with results of other programs for the same key."""
+STALE = "stale"
+"""Name of the field, in a result, with the reason why `verify` tunes again. The next result replaces it in any case."""
 _MOST_OTHERS = 7
 _COMPARABLE = ("space", "versions", "fingerprint", "program", "arguments", "calls")
 """The fields that two results share if the more thorough search has the better winner."""
@@ -56,7 +58,8 @@ def joined_by_sweep(device: str, key: str, present: Entry, offered: Entry) -> En
     """Joins the saved entry and the entry of a new sweep, compile check or fit.
 
     The new result comes first, unless the saved one comes from a more thorough search of the same space under the same
-    versions and its config is at least as fast. An estimate never replaces a measured result.
+    versions, its config is at least as fast, and nobody has found it stale. An estimate never replaces a measured
+    result.
 
     Args:
         device: the kind of device.
@@ -95,7 +98,7 @@ def _joined(present: Entry, offered: Entry, choose: Callable[[Entry, Entry], Ent
     kept = list(results_in(first))
     for each in results_in(offered if first is present else present):
         at = next((at for at, known in enumerate(kept) if _are_one(known, each)), None)
-        if at is None and winner_of(each) and _can_be_saved(each):
+        if at is None and STALE not in each and winner_of(each) and _can_be_saved(each):
             kept.append(each)
         elif at:
             kept[at] = choose(kept[at], each)
@@ -123,7 +126,8 @@ def _more_thorough(present: Entry, offered: Entry) -> Entry:
         return present if now.is_estimate else offered
     is_alike = all(present.get(field) == offered.get(field) for field in _COMPARABLE)
     is_less = now.search.thoroughness < then.search.thoroughness
-    return present if is_alike and is_less and now.figure >= then.figure else offered
+    is_kept = is_alike and is_less and now.figure >= then.figure and STALE not in present
+    return present if is_kept else offered
 
 
 def _newer(present: Entry, offered: Entry) -> Entry:

@@ -10,6 +10,7 @@ from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
+from quarantune.cache.joining import winner_of
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.cache.store import Store
 from quarantune.results.report_data import CallShare, PlainResult, ResultData
@@ -17,7 +18,7 @@ from quarantune.rules.rule import FIELD, Rule
 from quarantune.values.codec import JsonObject, canonical_json, frozen, text_of
 from quarantune.values.configs import format_config
 from quarantune.values.texts import shown
-from quarantune.values.trial import Findings, Outcome, Trial
+from quarantune.values.trial import Findings, Outcome, Trial, is_same_program
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
@@ -64,7 +65,7 @@ def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
 def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     """Returns the result in an entry, with the trials that the journals have of it."""
     name, key, device = cache_key
-    shares, by = _shares(entry)
+    shares, by = shares_of(entry)
     # Several calls together have no journal: one of this key is of a sweep for one of them.
     journal = [] if shares else Journal(directory, name, device, key).trials()
     trials = {text_of(trial.config): trial for trial in journal}
@@ -80,6 +81,8 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
             if is_concluded:
                 finalists, tie = found, [frozen(config) for config in record["tie"]]
     best = text_of(entry["config"])
+    if (not is_concluded and best not in trials) or _is_another(entry, trials.get(best)):
+        trials, finalists, tie, is_concluded = {}, [], [], False  # the journal is of another result of this key
     if not is_concluded and best in trials and findings.time_ms > 0:
         # The winner has the one time that was saved; the samples of its first measurement are of another.
         known = dataclasses.replace(trials[best], outcome=Outcome.OK, time_ms=findings.time_ms, samples_ms=())
@@ -111,7 +114,13 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     return ResultData(result, entry.get("key_values"), origin)
 
 
-def _shares(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
+def _is_another(entry: Entry, trial: Trial | None) -> bool:
+    """Returns whether the winner's trial in a journal has another program than the winner of an entry."""
+    programs = "" if trial is None else trial.program, winner_of(entry)
+    return all(programs) and not is_same_program(*programs)
+
+
+def shares_of(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
     """Returns the calls that an entry was tuned for together, and by what; none for others or malformed ones."""
     try:
         shares = tuple(map(CallShare.from_json, entry.get("calls", ())))
