@@ -21,7 +21,7 @@ from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.functions import versions
 from quarantune.host.packages import entry_points
 from quarantune.values.codec import JsonObject
-from quarantune.values.options import BITWISE, ROUNDING, table_directory
+from quarantune.values.options import BITWISE, table_directory
 from quarantune.values.settings import Settings
 from quarantune.values.trial import ESTIMATED
 
@@ -59,12 +59,8 @@ class Layers:
         return found if not now.tunes or self.serves(found, now) else None
 
     def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the estimate that `measured` left in memory, unless the call will be tuned.
-
-        An estimated config has never run, so its bits are unknown. So a call with exact numerics gets none.
-        """
-        is_exact = call.call.function.options.numerics != ROUNDING
-        found = None if now.tunes or is_exact else self._memory.answers.get(call.id)
+        """Returns the estimate that `measured` left in memory, unless the call will be tuned."""
+        found = None if now.tunes else self._memory.answers.get(call.id)
         return found if found is not None and found.origin is Origin.ESTIMATED else None
 
     def serves(self, found: Answer, now: Situation) -> bool:

@@ -17,7 +17,7 @@ from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
 from quarantune.jax_internals import jax_backends
 from quarantune.transport.programs import is_same
-from quarantune.values.codec import JsonObject, canonical_json, short_hash
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.trial import Trial
 
@@ -48,8 +48,8 @@ def measured_program(
     """
     found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
     found["spelling"] = _spelling(call.call)
-    if call.call.function.options.key_fn is not None:
-        found["arguments"] = _arguments(call)
+    if call.arguments_hash:
+        found["arguments"] = call.arguments_hash
     if best.program and (is_here or _may_run_here(call)):
         ours = traced_apart(call, best.config)
         if ours is None or ours.text is None or not is_same(ours.identity, best.program):
@@ -108,7 +108,7 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
     program, winner = entry.get("program"), _winner_of(entry)
     if not winner or not isinstance(program, dict) or call.call.is_symbolic:  # other shapes have other programs
         return ""
-    if "arguments" in program and program["arguments"] != _arguments(call):
+    if "arguments" in program and program["arguments"] != call.arguments_hash:
         return ""
     ours = program_of(call, config)
     if ours is None:
@@ -160,7 +160,3 @@ def _winner_of(entry: Entry) -> str:
     program = entry.get("program")
     winner = program.get("winner") if isinstance(program, dict) else ""
     return winner if isinstance(winner, str) else ""
-
-
-def _arguments(call: KeyedCall) -> str:
-    return short_hash(canonical_json(call.arguments))

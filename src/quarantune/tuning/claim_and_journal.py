@@ -66,7 +66,7 @@ class ClaimAndJournal:
         self._settings = settings
         self._limits = limits
         self._directory = settings.cache_dir
-        self._journal = Journal(settings.cache_dir, *call.id)
+        self._journal = Journal(settings.cache_dir, *call.id, arguments=call.arguments_hash)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._readable = call.readable
         self._sweeps = sweeps.log(settings.cache_dir, *call.id)

@@ -144,8 +144,8 @@ def entry_for(
 def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entry:
     """Chooses between the saved entry and a new one for the same problem.
 
-    The new entry wins, unless the saved one comes from a more thorough search of the same space under the same versions
-    and its config is at least as fast. An estimate never replaces a measured entry. An entry for another program also
+    The new entry wins, unless the saved one comes from a more thorough search of the same space for the same call under
+    the same versions, and its config is at least as fast. An estimate never replaces a measured entry. An entry for another program also
     keeps the saved entry's result.
 
     Args:
@@ -154,7 +154,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
         present: the saved entry.
         offered: the new entry.
     """
-    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint", "program"))
+    parts = ("space", "versions", "fingerprint", "program", "arguments")
+    is_alike = all(present.get(part) == offered.get(part) for part in parts)
     then, now = Findings.from_json(present), Findings.from_json(offered)
     if now.is_estimate != then.is_estimate:
         return present if now.is_estimate else saved_program.with_others(offered, present)
