@@ -33,7 +33,7 @@ def why_not(origin: Origin, call: KeyedCall) -> str:
 def is_dropped(config: Config | None, call: KeyedCall) -> bool:
     """Returns whether `prune_fn` drops the config of a key for this call, although it kept it for the measured one.
 
-    Only calls with a `key_fn` share a key. If `prune_fn` cannot decide about symbolic shapes, it does not keep a config.
+    Only calls with a `key_fn` share a key. If `prune_fn` cannot decide about symbolic shapes, it keeps no config.
     """
     bound, options = call.call, call.call.function.options
     if options.key_fn is None or options.prune_fn is None or config is None:
@@ -51,8 +51,8 @@ def is_dropped(config: Config | None, call: KeyedCall) -> bool:
 def admitted(found: Answer, call: KeyedCall, now: Situation) -> Answer | None:
     """Returns an answer if the call may use it.
 
-    If `prune_fn` drops the config of the key for this call, the call runs with the defaults. A sweep for it would replace
-    the result of the other calls of its key, and their next sweep would replace this one.
+    If `prune_fn` drops the config of the key for this call, the call runs with the defaults. A sweep for it would
+    replace the result of the other calls of its key, and their next sweep would replace this one.
 
     Returns:
         The answer; the defaults, if `prune_fn` drops its config; or None if the next rung may have another answer.

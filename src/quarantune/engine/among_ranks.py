@@ -10,10 +10,12 @@ wait for it help. They share only the program's key-value store. Its keys, below
     <leader>/device/<name>    the rank that measures on a device, by first writer wins
 
 With a `key_fn`, ranks may make calls of one key with different arguments. Then all but the beats lie in a directory of
-the arguments, and only ranks that make the same call help. So an index names the same config for them. Each rank begins with its own part of a list, the same in every run. Then
-it takes configs from the ends of the other parts, fewer at a time towards the end of the list. So a rank that is late
-or slow measures less. A taken config runs again on the leader if its rank is silent, or if it takes much longer than
-the others did. If the leader is silent, another rank claims the call and uses the trials so far.
+the arguments, and only ranks that make the same call help. So an index names the same config for them.
+
+Each rank begins with its own part of a list, the same in every run. Then it takes configs from the ends of the other
+parts, fewer at a time towards the end of the list. So a rank that is late or slow measures less. A taken config runs
+again on the leader if its rank is silent, or if it takes much longer than the others did. If the leader is silent,
+another rank claims the call and uses the trials so far.
 """
 
 from __future__ import annotations

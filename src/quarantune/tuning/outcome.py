@@ -145,8 +145,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """Chooses between the saved entry and a new one for the same problem.
 
     The new entry wins, unless the saved one comes from a more thorough search of the same space for the same call under
-    the same versions, and its config is at least as fast. An estimate never replaces a measured entry. An entry for another program also
-    keeps the saved entry's result.
+    the same versions, and its config is at least as fast. An estimate never replaces a measured entry. An entry for
+    another program also keeps the saved entry's result.
 
     Args:
         device: the kind of device.
