@@ -91,10 +91,12 @@ def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.fixture(autouse=True)
-def warned_afresh() -> None:
-    """Makes the warnings that come once in a process come again, whichever tests ran before."""
+def as_a_new_process() -> None:
+    """Forgets the warnings and the recorded calls of earlier tests, which a process keeps until it ends."""
     if (frames := sys.modules.get("quarantune.host.frames")) is not None:
         frames.told.clear()
+    if (recording := sys.modules.get("quarantune.answers.recording")) is not None:
+        recording._writers.clear()
 
 
 @pytest.fixture
@@ -103,7 +105,11 @@ def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_NUM_WORKERS", "2")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in str(config.option.markexpr):  # a tier's command takes long tests only if it names them
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     if _has_cuda():
         return
     for item in items:
