@@ -74,12 +74,13 @@ class Ladder:
         Raises:
             CacheMissError: `ON_MISS` is not in `among`.
         """
-        settings = now.settings
+        settings, refused = now.settings, ""
+        if settings.on_miss in ("nearest", "rule") and (reason := guard.why_not(Origin(settings.on_miss), call)):
+            refused = f": {reason}"
         if settings.on_miss not in among:
-            raise CacheMissError(self._explain(call, now, may_run_untuned=bool(among)))
-        why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
-        if settings.on_miss in ("nearest", "rule") and (refused := guard.why_not(Origin(settings.on_miss), call)):
-            why += f": {refused}"
+            missed = self._explain(call, now, may_run_untuned=bool(among))
+            raise CacheMissError(f"{missed}{refused and f' (ON_MISS={settings.on_miss}{refused})'}")
+        why = f"ON_MISS={settings.on_miss}{refused}" if settings.record is None else "recorded, to be tuned later"
         problems.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
 
     def _lock_of(self, id: ProblemId) -> threading.RLock:

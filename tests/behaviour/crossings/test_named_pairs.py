@@ -446,7 +446,7 @@ def test_results_for_one_shard_are_used_inside_shard_map(name: str) -> None:
     np.testing.assert_allclose(found, 2 * np.sin(X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("on_miss", ["default", "nearest", "rule"])
+@pytest.mark.parametrize("on_miss", ["default", "nearest", "rule", "error"])
 def test_exact_numerics_take_no_estimated_config(on_miss: Any) -> None:
     found = {}
     for numerics in ("rounding", "bitwise"):

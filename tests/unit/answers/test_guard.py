@@ -125,7 +125,7 @@ def test_explicit_tuning_finds_a_config_for_its_own_call(name: str) -> None:
 def test_a_waiting_job_takes_no_config_that_it_may_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other job tunes a call of the same key that `prune_fn` treats in another way."""
     total = whole_blocks(name)
-    taken = []
+    taken: list[Any] = []
 
     def claim(records: ClaimAndJournal, stack: Any, *, done: Any, **_: Any) -> Any:
         save_winner(total, {"block": 64}, BIG, 1.0 + len(taken))
