@@ -326,6 +326,9 @@ def test_a_rank_raises_if_prune_fn_drops_what_all_ranks_run(one_of_two: Client, 
     found = call_result(even, {"n": 2}, Findings(1.0, None))
     resolver.rungs.share(even, Answer(Origin.MEASURED, {"n": 2}, found.findings.to_json()), Situation.of(even.call))
     assert autotuner.run(np.ones(8)).best_config == {"n": 2}
+    coordination = jax_backends.coordination()
+    assert coordination is not None
+    assert ranks.Agreement(even, blocks.current(), coordination, {})._board(1).arguments == even.arguments_hash != ""
     with pytest.raises(
         RuntimeError, match=r"prune_fn drops the config of that key, n=2.*all ranks must run one config"
     ):

@@ -73,9 +73,9 @@ def admitted(found: Answer, call: KeyedCall, now: Situation) -> Answer | None:
     if now.ranks is not None:
         raise RuntimeError(f"{call.id.name}: {why}: all ranks must run one config: {_WAY_OUT}")
     problems.report_once(
-        f"{call.id.name}: {why}: it runs with the function's defaults: {_WAY_OUT} (this is said once)",
+        f"{call.id.name}: {why}: the call runs with its defaults: {_WAY_OUT} (this is said once)",
         topic=f"prune_fn {call.id.name}",
     )
     if now.settings.on_miss != "tune" and found.origin is not Origin.ASSIGNED:
         return None
-    return Answer(Origin.DEFAULTS, lasts=False, why=why)
+    return Answer(Origin.DEFAULTS, lasts=False, why=f"{why}: {_WAY_OUT}")

@@ -23,10 +23,10 @@ from quarantune.calls.key import KeyedCall, keyed
 from quarantune.transport import assignment
 from quarantune.tuning.claim_and_journal import ClaimAndJournal
 from quarantune.tuning.job import TuningJob
-from quarantune.tuning.outcome import entry_for
+from quarantune.tuning.outcome import entry_for, more_thorough
 from quarantune.values import blocks
 from quarantune.values.codec import canonical_json
-from quarantune.values.trial import Findings, Outcome, Trial
+from quarantune.values.trial import Findings, Outcome, Searched, Trial
 
 QUICK: Any = {"rep": 1, "warmup": 0, "ref_fn": None}
 BIG, SMALL = np.ones(128, np.float32), np.ones(80, np.float32)
@@ -66,7 +66,7 @@ def entries(directory: Path) -> dict[Path, bytes]:
 def test_a_config_that_prune_fn_drops_for_a_call_does_not_run(name: str, cache_dir: Path) -> None:
     save_winner(whole_blocks(name), {"block": 64}, BIG)
     before, total = entries(cache_dir), whole_blocks(name)
-    with pytest.warns(quarantune.CacheWarning, match="runs with the function's defaults") as caught:
+    with pytest.warns(quarantune.CacheWarning, match="the call runs with its defaults") as caught:
         sums = [float(total(x)) for x in (BIG, SMALL, BIG, SMALL)]
     assert sums == [128, 80, 128, 80]
     (text,) = (str(warning.message) for warning in caught)
@@ -109,7 +109,7 @@ def test_a_result_of_a_call_with_a_dropped_config_has_defaults(name: str) -> Non
     save_winner(tuner, {"block": 64}, BIG)
     with (
         pytest.warns(quarantune.CacheWarning, match="prune_fn drops"),
-        pytest.raises(quarantune.TuningFailedError, match="prune_fn drops the config of that key, block=64"),
+        pytest.raises(quarantune.TuningFailedError, match="block=64, for it: let key_fn keep such calls apart"),
     ):
         tuner.run(SMALL)
 
@@ -284,6 +284,19 @@ def test_records_without_arguments_do_not_count_with_key_fn(name: str, monkeypat
         patch.setattr(job._records._journal, "_arguments", "")
         job._records.append(Trial(config={"n": 1}, outcome=Outcome.ERROR), reference=None)
     assert job._records.read(call.call.configs) == {}
+
+
+def test_a_faster_result_of_another_call_of_a_key_is_no_rival(name: str) -> None:
+    sums = rows(name, [{"n": 1}, {"n": 2}])
+
+    def entry(size: int, time_ms: float, seen: int) -> Any:
+        call = call_of(sums, np.ones(size, np.float32))
+        found = Findings(time_ms, None, search=Searched("exhausted", seen, 9))
+        return entry_for(call, {"n": 1}, found, {"name": "random"})
+
+    thorough = entry(16, 1.0, seen=9)
+    assert more_thorough("cpu", "key", thorough, entry(16, 2.0, seen=3))["time_ms"] == 1.0
+    assert more_thorough("cpu", "key", thorough, entry(24, 2.0, seen=3))["time_ms"] == 2.0
 
 
 def test_calls_without_key_fn_need_no_hash_of_their_arguments(name: str) -> None:
