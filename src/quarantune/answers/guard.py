@@ -40,8 +40,9 @@ def is_dropped(config: Config | None, call: KeyedCall) -> bool:
         return False
     if bound.untuned is not None and equal(config, bound.own_defaults):  # it would run with them in any case
         return False
+    index = bound.configs.find(config)
     try:
-        return not bound.keeps(config)
+        return not (bound.keeps(config) if index is None else bound.configs.keeps(index))
     except Exception:
         if bound.is_symbolic:
             return True
