@@ -266,7 +266,8 @@ def _told_error(row: Row, error: Exception) -> dict[str, str]:
     may_miss = row["on_miss"] == "error" or row["ask"] in ("run", "tune_many")
     if isinstance(error, quarantune.CacheMissError) and may_miss:
         return {"missed": str(error)}
-    if isinstance(error, quarantune.TuningFailedError) and row["source"] == "failure":
+    tunes = row["on_miss"] == "tune" or row["ask"] not in ("call", "lookup", "run", "tune_many", "contextual")
+    if isinstance(error, quarantune.TuningFailedError) and row["source"] == "failure" and tunes:
         return {"failed": str(error)}
     return {"refused": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
 

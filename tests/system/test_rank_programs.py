@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from aftermath import MARK, carriers, eventually
 from helpers import PROGRAMS, child_environ, pass_time
 from rank_store import Client
+from tuned_functions import here
 
 import quarantune
 from quarantune.answers import ranks
@@ -273,6 +275,64 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
         "one of two: rank 0 of 2 runs n=1, as all ranks do: it found it by tuning",
         "one of two: rank 0 of 2 keeps running n=1, as all ranks do; its new result is for the next program",
     ]
+
+
+@pytest.mark.parametrize("forbids", ["recording", "default", "nearest"])
+def test_ranks_agree_anew_after_blocks_that_forbid_tuning(
+    forbids: Any, one_of_two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_in_the_block = ranks.Member.agree
+
+    def agree(self: ranks.Member, *args: Any, is_paused: bool, **more: Any) -> Any:
+        if is_paused:
+            one_of_two.values[f"{self.topic}/out/1"] = ranks._PAUSED
+        return both_are_in_the_block(self, *args, is_paused=is_paused, **more)
+
+    monkeypatch.setattr(ranks.Member, "agree", agree)
+    autotuner = quarantune.autotune([{"n": 1}, {"n": 2}], name=f"after {forbids}", ref_fn=None, rep=1)(
+        jax.jit(lambda x, n=1: x + 0 * n, static_argnames=["n"])
+    )
+    block: Any = quarantune.recording() if forbids == "recording" else quarantune.settings(on_miss=forbids)
+    listed: Any = []
+    for _ in range(2):
+        with block as calls, warnings.catch_warnings(action="ignore"):
+            autotuner(np.ones(4))
+            autotuner(np.ones(4))
+            assert autotuner.lookup(np.ones(4)) is None
+        listed = listed or calls
+        block = quarantune.settings(on_miss="default")
+    assert len([key for key in one_of_two.values if key.endswith("/answer")]) == 1, "one agreement for both blocks"
+    with here():
+        if forbids == "recording":
+            assert quarantune.tune_many(listed)[0].from_cache is False
+        autotuner(np.ones(4))
+    assert autotuner.lookup(np.ones(4)) is not None
+
+
+@pytest.mark.parametrize("setting", ["on_miss", "record"])
+def test_ranks_that_never_tune_agree_for_the_whole_program(
+    setting: str, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.0)
+    monkeypatch.setenv(f"QUARANTUNE_{setting.upper()}", "default" if setting == "on_miss" else str(tmp_path / "calls"))
+    with quarantune.settings(on_miss="default"):
+        assert not Situation.of(tuner()._tuner.bind((1,), {})).is_paused
+
+
+def test_a_rank_raises_if_prune_fn_drops_what_all_ranks_run(one_of_two: Client, no_process: None) -> None:
+    autotuner = tuner(key_fn=lambda x: "all", prune_fn=lambda config, x: len(x) % config["n"] == 0)
+    resolver = autotuner._tuner
+    even = keyed(resolver.bind((np.ones(4),), {}))
+    found = call_result(even, {"n": 2}, Findings(1.0, None))
+    resolver.rungs.share(even, Answer(Origin.MEASURED, {"n": 2}, found.findings.to_json()), Situation.of(even.call))
+    assert autotuner.run(np.ones(8)).best_config == {"n": 2}
+    coordination = jax_backends.coordination()
+    assert coordination is not None
+    assert ranks.Agreement(even, blocks.current(), coordination, {})._board(1).arguments == even.arguments_hash != ""
+    with pytest.raises(
+        RuntimeError, match=r"prune_fn drops the config of that key, n=2.*all ranks must run one config"
+    ):
+        autotuner.run(np.ones(3))
 
 
 def test_a_lookup_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:

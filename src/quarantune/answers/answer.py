@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
+from contextvars import Context
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -120,6 +121,11 @@ class Situation:
         A `settings` block ends, and its choice must not outlive it.
         """
         return not (blocks.block_of("on_miss") or self.settings.record)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the call would tune, if no `settings` or `recording` block around it forbade that."""
+        return self.may_tune and not self.tunes and Context().run(blocks.current).on_miss == "tune"
 
 
 Rung: TypeAlias = Callable[[KeyedCall, Situation], Answer | None]

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from quarantune.answers import guard
 from quarantune.answers.answer import Answer, Origin, Rung, Situation
 from quarantune.cache import problems
 from quarantune.calls.key import KeyedCall, ProblemId
@@ -49,7 +50,7 @@ class Ladder:
         if answer.origin is Origin.DEFAULTS and now.is_outside:
             if now.settings.on_miss != "tune":
                 self.allow_defaults(call, now, among=("default", "nearest", "rule"))
-            elif call.call.is_symbolic:
+            elif call.call.is_symbolic and not answer.why:
                 problems.report_once(
                     f"{call.id.name}: running with its defaults, because its shapes are symbolic and nothing is cached "
                     f"for the key {canonical_json(call.values)}: tune it with concrete shapes of that key before "
@@ -73,10 +74,13 @@ class Ladder:
         Raises:
             CacheMissError: `ON_MISS` is not in `among`.
         """
-        settings = now.settings
+        settings, refused = now.settings, ""
+        if settings.on_miss in ("nearest", "rule") and (reason := guard.why_not(Origin(settings.on_miss), call)):
+            refused = f": {reason}"
         if settings.on_miss not in among:
-            raise CacheMissError(self._explain(call, now, may_run_untuned=bool(among)))
-        why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
+            missed = self._explain(call, now, may_run_untuned=bool(among))
+            raise CacheMissError(f"{missed}{refused and f' (ON_MISS={settings.on_miss}{refused})'}")
+        why = f"ON_MISS={settings.on_miss}{refused}" if settings.record is None else "recorded, to be tuned later"
         problems.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
 
     def _lock_of(self, id: ProblemId) -> threading.RLock:
@@ -85,5 +89,6 @@ class Ladder:
 
 
 def first(rungs: Iterable[Rung], call: KeyedCall, now: Situation) -> Answer | None:
-    """Returns the first answer of the rungs, or None."""
-    return next((answer for rung in rungs if (answer := rung(call, now)) is not None), None)
+    """Returns the first answer of the rungs that the call may use, or None."""
+    found = (answer for rung in rungs if (answer := rung(call, now)) is not None)
+    return next((usable for each in found if (usable := guard.admitted(each, call, now)) is not None), None)

@@ -60,12 +60,8 @@ class Layers:
         return found if not now.tunes or self.serves(found, now) else None
 
     def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the estimate that `measured` left in memory, unless the call will be tuned.
-
-        An estimated config has never run, so its bits are unknown. So a call with exact numerics gets none.
-        """
-        is_exact = call.call.function.options.numerics != ROUNDING
-        found = None if now.tunes or is_exact else self._memory.answers.get(call.id)
+        """Returns the estimate that `measured` left in memory, unless the call will be tuned."""
+        found = None if now.tunes else self._memory.answers.get(call.id)
         return found if found is not None and found.origin is Origin.ESTIMATED else None
 
     def serves(self, found: Answer, now: Situation) -> bool:

@@ -21,7 +21,7 @@ class Memory:
     def __init__(self) -> None:
         """Remembers nothing yet."""
         self._answers: dict[tuple[Any, ...], dict[ProblemId, Answer]] = {}
-        self._failures: dict[ProblemId, TuningFailedError] = {}
+        self._failures: dict[tuple[ProblemId, str], TuningFailedError] = {}  # by `KeyedCall.identity`
         self._tuned: set[ProblemId] = set()
         self._lock = new_lock()
         on_forgetting(self.forget)
@@ -39,8 +39,8 @@ class Memory:
             for answers in [*self._answers.values()]:
                 for id in [id for id in answers if of(*id)]:
                     del answers[id]
-            for id in [id for id in self._failures if of(*id)]:
-                del self._failures[id]
+            for call in [call for call in self._failures if of(*call[0])]:
+                del self._failures[call]
 
     def keep(self, id: ProblemId, answer: Answer) -> None:
         """Keeps an answer from a file; if there are too many answers, forgets the others from files."""
@@ -50,17 +50,17 @@ class Memory:
                     del self.answers[found]
             self.answers[id] = answer
 
-    def remember(self, id: ProblemId, outcome: Answer | TuningFailedError) -> None:
+    def remember(self, call: KeyedCall, outcome: Answer | TuningFailedError) -> None:
         """Remembers the outcome of a sweep, which no file may have."""
         with self._lock:
-            self._failures.pop(id, None)
+            self._failures.pop(call.identity, None)
             if isinstance(outcome, Answer):
-                self.answers[id] = outcome
+                self.answers[call.id] = outcome
             else:
-                self._failures[id] = _without_traceback(outcome)
-            self._tuned.add(id)
+                self._failures[call.identity] = _without_traceback(outcome)
+            self._tuned.add(call.id)
         if (block := blocks.block_of("always_tune")) is not None:
-            block.tuned.add((self, id))
+            block.tuned.add((self, call.id))
 
     def must_tune(self, id: ProblemId, now: Situation) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep: one per call in each process or `settings` block."""
@@ -68,17 +68,18 @@ class Memory:
         is_due = id not in self._tuned if block is None else (self, id) not in block.tuned
         return now.settings.always_tune and is_due
 
-    def failure(self, id: ProblemId) -> TuningFailedError | None:
+    def failure(self, call: KeyedCall) -> TuningFailedError | None:
         """Returns the error of an earlier sweep of this process for a call; None without such an error."""
-        return _without_traceback(self._failures[id]) if id in self._failures else None
+        known = self._failures.get(call.identity)
+        return None if known is None else _without_traceback(known)
 
     def repeat_failure(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """The rung that raises the error of an earlier sweep of this process; it has no answers.
+        """The rung that raises the error of an earlier sweep of this process, before a call tunes; it has no answers.
 
         Raises:
             TuningFailedError: Every config failed.
         """
-        if not now.start_over and (failure := self.failure(call.id)) is not None:
+        if now.tunes and not now.start_over and (failure := self.failure(call)) is not None:
             raise failure
         return None
 

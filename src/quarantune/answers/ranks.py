@@ -2,7 +2,9 @@
 
 The ranks share only a key-value store. The first writer of a key wins. Its keys, for one call:
 
-    answer       the config that every rank uses for the life of the program
+    answer       the config that every rank uses for the life of the program. If all ranks are in blocks that forbid
+                 tuning, such as `recording()`, it holds inside these blocks; they enter and leave them alike, and the
+                 calls after the blocks have another directory
     claim/<k>    the rank that tunes in attempt k, counted from 0
     out/<rank>   the rank does not tune, failed to, or shows no sign of life: its claim is over, and it makes no other
 
@@ -32,7 +34,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -54,6 +56,8 @@ _logger = logging.getLogger("quarantune")
 
 GRACE_S = 10.0
 """Seconds that a rank which cannot tune waits for others. They may have a config or tune, but may never call."""
+_PAUSED = "does not tune in this block"
+"""Value of `out/<rank>` for a rank that must not tune because of the block of code that it is in."""
 _PREFIX = "quarantune/1"
 """Directory of this protocol in the program's key-value store; another protocol gets another number."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
@@ -62,11 +66,25 @@ _POLL_S_PER_RANK = 0.001
 """Longest sleep per rank; it matters above 250 ranks. A look takes 4 requests of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
 """Seconds between two reports of a waiting rank."""
-Agreed: TypeAlias = dict[tuple[Any, ProblemId], Answer]
+Agreed: TypeAlias = "dict[tuple[Any, ProblemId], _Standing]"
 """Answers so far for the calls of a function, by the program of ranks and the call."""
 _Ask: TypeAlias = Callable[[], Answer | None]
 _TuneOn: TypeAlias = "Callable[[Board], Answer | None]"
 _Help: TypeAlias = "Callable[[Board, Callable[[], str]], None]"
+
+
+class _Standing(NamedTuple):
+    """An answer that this rank knows.
+
+    Attributes:
+        answer: the answer.
+        round: the number of agreements on the call before this one.
+        is_paused: see `Offer`.
+    """
+
+    answer: Answer
+    round: int
+    is_paused: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +105,7 @@ class Agreement:
 
     def __post_init__(self) -> None:
         self._problem = self.coordination.client, self.keyed.id
+        self._round = 0
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Answer | None = None
@@ -96,7 +115,9 @@ class Agreement:
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.id.name}: {self._who}"
 
-    def agree(self, *, own: _Ask, near: _Ask, tune: _TuneOn | None, help_with: _Help | None = None) -> Answer:
+    def agree(
+        self, *, own: _Ask, near: _Ask, tune: _TuneOn | None, help_with: _Help | None = None, is_paused: bool = False
+    ) -> Answer:
         """Returns the answer of all ranks.
 
         Args:
@@ -106,9 +127,12 @@ class Agreement:
                 tune.
             help_with: helps the rank that tunes, until a function returns why that is over; None if this rank must
                 not.
+            is_paused: whether this rank must not tune because of the block of code that it is in.
         """
-        if (agreed := self.agreed.get(self._problem)) is not None:
-            return agreed
+        if (known := self.agreed.get(self._problem)) is not None:
+            if tune is None or not known.is_paused:
+                return known.answer
+            self._round = known.round + 1
         self._own, rank = own(), self.coordination.rank
         if (
             self._own is None
@@ -145,8 +169,13 @@ class Agreement:
                 tune=None if tune is None else tune_for_all,
                 wait=functools.partial(self._wait, progress),
                 deadline_s=self._deadline_s(),
+                is_paused=is_paused,
             )
-        return self._outcome(offered)
+        answer = self._outcome(offered)
+        if tune is None or not offered.is_paused:
+            return answer
+        # Another object for this function has agreed on it in a block that has ended since.
+        return dataclasses.replace(self).agree(own=own, near=near, tune=tune, help_with=help_with)
 
     def compare(self, own: _Ask = lambda: None, *, found: Answer | None = None) -> Answer | None:
         """Offers this rank's answer, if it has one, and returns the answer of all ranks or None; never waits.
@@ -155,8 +184,9 @@ class Agreement:
             own: returns the answer of this rank, or None.
             found: a new result of this rank, which it offers instead.
         """
-        if (agreed := self.agreed.get(self._problem)) is not None:
-            if found is not None and agreed.config != found.config:
+        if (known := self.agreed.get(self._problem)) is not None:
+            agreed = known.answer
+            if found is not None and agreed.config != found.config and not known.is_paused:
                 text = "the defaults" if agreed.config is None else self.keyed.call.function.text_of(agreed.config)
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
                 _logger.info(told, self._label, text)
@@ -171,14 +201,14 @@ class Agreement:
     def _outcome(self, offer: Offer) -> Answer:
         """Turns an offer into this rank's answer, and keeps the answer."""
         if offer.config is None:
-            reason = (
-                f"rank {offer.rank} had not tuned it within the deadline"
-                if offer.source is Source.LATE
-                else "no rank had a config or could find one"
-            )
+            reason = "no rank had a config or could find one"
+            if offer.source is Source.LATE:
+                reason = f"rank {offer.rank} had not tuned it within the deadline"
+            elif offer.is_paused:
+                reason = "no rank had a config, and none may tune it here"
             log = _logger.warning if self.settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
-            return self.agreed.setdefault(self._problem, Answer(Origin.DEFAULTS, lasts=False, why=reason))
+            return self._kept(offer, Answer(Origin.DEFAULTS, lasts=False, why=reason))
         config = self.keyed.call.function.config_from(offer.config, self.keyed.call)
         if config is None:
             raise RuntimeError(
@@ -191,8 +221,13 @@ class Agreement:
         _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)
         origins = {Source.NEAREST: Origin.NEAREST, Source.RULE: Origin.RULE}
         origin = origins.get(offer.source, Origin.SAVED)
-        known = self.agreed.setdefault(self._problem, Answer(origin, config, offer.to_json()))
+        known = self._kept(offer, Answer(origin, config, offer.to_json()))
         return self._own if is_ours and self._own is not None and self._own.result is not None else known
+
+    def _kept(self, offer: Offer, answer: Answer) -> Answer:
+        """Keeps the answer of all ranks, and returns it."""
+        self.agreed[self._problem] = _Standing(answer, self._round, offer.is_paused)
+        return answer
 
     def _deadline_s(self) -> float:
         """Returns the most seconds that a sweep for the call may take, from the budgets and the deadlines."""
@@ -223,14 +258,14 @@ class Agreement:
     def _member(self) -> Member:
         """This rank's part in the agreement."""
         call = self.keyed.call
-        parts = [*self.keyed.id, call.space]  # the same for all ranks
+        parts = [*self.keyed.id, call.space, *([self._round] if self._round else [])]  # the same for all ranks
         topic = f"{_PREFIX}/{hashlib.sha256(canonical_json(parts).encode()).hexdigest()}"
         return Member(topic, self.coordination)
 
     def _board(self, leader: int) -> Board:
         from quarantune.engine.among_ranks import Board  # a rank with an answer does not need it
 
-        return Board(self.coordination, self._member.topic, leader)
+        return Board(self.coordination, self._member.topic, leader, self.keyed.arguments_hash)
 
     def _why_over(self, tuner: int) -> str:
         """Returns why helping a rank is over; empty while it tunes."""
@@ -316,6 +351,8 @@ class Offer(Record):
         time_ms: its time; None if unknown.
         default_time_ms: the time of the function's own defaults; None if unknown.
         expected_loss: the expected loss of a rule's config, as a share; None for others.
+        is_paused: whether no rank had a config or may tune in the block of code that it is in. The answer does not
+            outlive these blocks.
     """
 
     config: JsonObject | None
@@ -324,6 +361,7 @@ class Offer(Record):
     time_ms: float | None = None
     default_time_ms: float | None = None
     expected_loss: float | None = None
+    is_paused: bool = False
 
 
 _Tune: TypeAlias = Callable[[], Offer | None]
@@ -369,7 +407,16 @@ class Member:
                 return first
         return answer
 
-    def agree(self, own: Offer | None, *, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
+    def agree(
+        self,
+        own: Offer | None,
+        *,
+        last: Offer,
+        tune: _Tune | None,
+        wait: _Wait,
+        deadline_s: float,
+        is_paused: bool = False,
+    ) -> Offer:
         """Returns the answer: an offer of this or another rank, after tuning or waiting if necessary.
 
         Args:
@@ -378,13 +425,14 @@ class Member:
             tune: tunes; None if this rank must not tune.
             wait: waits.
             deadline_s: the longest that this rank waits for one rank to tune.
+            is_paused: whether this rank must not tune because of the block of code that it is in.
         """
         if own is not None:
             return self.offer(own)
         out = f"out/{self._store.rank}"
         try:
             if tune is None:
-                self._write(out, "does not tune")
+                self._write(out, _PAUSED if is_paused else "does not tune")
             elif self._read(out) is not None:
                 tune = None
             return self._agree(last, tune, wait, deadline_s)
@@ -412,7 +460,10 @@ class Member:
                     self._write(f"out/{self._store.rank}", "every config failed")
                     tune = None
             elif claim is None:
-                if waited_s > GRACE_S or self._store.count(f"{self.topic}/out") >= self._store.ranks:
+                outs = self._store.listed(f"{self.topic}/out").values()
+                if len(outs) >= self._store.ranks:
+                    return self.offer(dataclasses.replace(last, is_paused=all(each == _PAUSED for each in outs)))
+                if waited_s > GRACE_S:
                     return self.offer(last)
                 wait(None, waited_s, GRACE_S)
             elif self._read(f"out/{claim}") is not None:

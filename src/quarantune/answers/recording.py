@@ -116,7 +116,7 @@ def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Tune], No
     met: dict[Any, RecordedCall] = {}
 
     def add(call: KeyedCall, tune: Tune) -> None:
-        about = call_of(call)
+        about = call.identity
         known = met.get(about) or dataclasses.replace(RecordedCall.of(call, tune), count=0)
         met[about] = dataclasses.replace(known, count=known.count + 1)
         calls[:] = met.values()
@@ -223,12 +223,6 @@ def note(
         _writers.setdefault((os.getpid(), record, suffix), _Writer(record, suffix)).add(call)
 
 
-def call_of(call: KeyedCall) -> Any:
-    """Returns an identity of a call. Calls that `key_fn` maps to one key have different identities."""
-    has_bucket = call.call.function.options.key_fn is not None
-    return call.id, canonical_json(call.arguments) if has_bucket else ""
-
-
 def read(directory: Path, suffix: str = RECORDED) -> list[RecordedCall]:
     """Returns the recorded calls in a directory, each once, the most frequent first.
 
@@ -255,7 +249,7 @@ class _Writer:
 
     def add(self, call: KeyedCall) -> None:
         """Counts a call, and writes the count if the call is new or the count has doubled since the last write."""
-        about = call_of(call)
+        about = call.identity
         with self._lock:
             record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(call), count=0), 0)
             record = dataclasses.replace(record, count=record.count + 1)

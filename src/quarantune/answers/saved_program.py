@@ -17,7 +17,7 @@ from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
 from quarantune.jax_internals import jax_backends
-from quarantune.values.codec import JsonObject, canonical_json, short_hash
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.trial import Trial, is_same_program
 
@@ -45,8 +45,8 @@ def measured_program(
     """
     found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
     found["spelling"] = _spelling(call.call)
-    if call.call.function.options.key_fn is not None:
-        found["arguments"] = _arguments(call)
+    if call.arguments_hash:
+        found["arguments"] = call.arguments_hash
     if best.program and (is_here or _may_run_here(call)):
         ours = traced_apart(call, best.config)
         if ours is None or ours.text is None or not is_same_program(ours.identity, best.program):
@@ -132,7 +132,7 @@ def _program_for(entry: Entry, call: KeyedCall) -> JsonObject:
         return program
     further = program.get("calls")
     each = [program, *(further if isinstance(further, list) else [])]
-    mine = _arguments(call)
+    mine = call.arguments_hash
     return next((it for it in each if isinstance(it, dict) and it.get("arguments") == mine), {})
 
 
@@ -161,7 +161,3 @@ def _as_spelt(spelling: Any, call: BoundCall) -> BoundCall | None:
         return BoundCall(call.function, args, {name: values[name] for name in names})
     except (KeyError, TypeError, ValueError):  # a file may hold anything
         return None
-
-
-def _arguments(call: KeyedCall) -> str:
-    return short_hash(canonical_json(call.arguments))

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quarantune.answers.answer import Situation
+from quarantune.answers import guard
+from quarantune.answers.answer import Origin, Situation
 from quarantune.answers.layers import Layers, changed_versions, demands_versions, dict_or_empty
 from quarantune.cache.entries import CacheRecord
 from quarantune.calls.call import BoundCall
@@ -42,8 +43,13 @@ def explain(known: Layers, call: KeyedCall, now: Situation, *, may_run_untuned: 
         return f"{wanted}: {asked}; {fix}"
     differences, store = min(candidates, key=lambda candidate: len(candidate[0]))
     if not differences:
-        other = known.differences.get(call.id)
-        differences = [f"its program: {other}" if other else "its config, which is not in the config space"]
+        differences = ["its config, which is not in the config space"]
+        if other := known.differences.get(call.id):
+            differences = [f"its program: {other}"]
+        elif known.find(call, now) is not None:
+            differences = ["prune_fn, which drops its config for this call"]
+        elif known.estimated(call, now) is not None:
+            differences = [f"its config, which is an estimate: {guard.why_not(Origin.ESTIMATED, call)}"]
     place = f" in {store.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
     return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"

@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from quarantune.answers.answer import Answer, Rung, Situation
+from quarantune.answers import guard
+from quarantune.answers.answer import Answer, Origin, Rung, Situation
 from quarantune.answers.ladder import first
 from quarantune.answers.layers import Layers
 from quarantune.answers.memory import Memory
@@ -16,7 +17,6 @@ from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import assignment_in_force
 from quarantune.host.locks import lazy
 from quarantune.host.process import without_collections
-from quarantune.values.options import ROUNDING
 
 if TYPE_CHECKING:
     from quarantune.answers.ranks import Agreed, Agreement
@@ -89,12 +89,13 @@ class Rungs:
         agreement = self._agreement(call, now)
         if not now.may_tune:
             return agreement.compare(own)
-        may_tune = now.tunes and self.memory.failure(call.id) is None
+        may_tune = now.tunes and self.memory.failure(call) is None
         return agreement.agree(
             own=own,
-            near=functools.partial(self._from_others, call, dataclasses.replace(now, start_over=False)),
+            near=functools.partial(first, [self._from_others], call, dataclasses.replace(now, start_over=False)),
             tune=(lambda board: self._tuned(call, dataclasses.replace(now, board=board))) if may_tune else None,
             help_with=(lambda *about: self.tuning.help(call, now, *about)) if may_tune else None,
+            is_paused=now.is_paused,
         )
 
     def share(self, call: KeyedCall, found: Answer, now: Situation) -> None:
@@ -128,21 +129,17 @@ class Rungs:
         return None
 
     def _from_others(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns a config that was measured for other calls, if `ON_MISS` asks for one.
-
-        Bits were compared for the measured calls only. So a call with exact numerics gets no such config.
-        """
-        if call.call.function.options.numerics != ROUNDING:
+        """Returns a config that was measured for other calls, if `ON_MISS` asks for one and the call may use it."""
+        on_miss = now.settings.on_miss
+        if now.start_over or on_miss not in ("nearest", "rule") or guard.why_not(Origin(on_miss), call):
             return None
-        if now.settings.on_miss == "nearest" and not now.start_over:
+        if on_miss == "nearest":
             from quarantune.answers.nearest import nearest
 
             return nearest(call, now, self.layers)
-        if now.settings.on_miss == "rule" and not now.start_over:
-            from quarantune.answers.by_rule import answered
+        from quarantune.answers.by_rule import answered
 
-            return answered(call, now, self.layers)
-        return None
+        return answered(call, now, self.layers)
 
     def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
         return self.tuning.tune(call, now) if now.tunes else None

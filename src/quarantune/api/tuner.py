@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,7 @@ class Tuner:
             )
             return Answer(Origin.DEFAULTS, lasts=False)
         described, now = keyed(call), Situation.of(call)
-        if (assigned := self.rungs.assigned(self.result, described, now)) is not None:
+        if (assigned := first([functools.partial(self.rungs.assigned, self.result)], described, now)) is not None:
             return assigned
         return self.ladder.climb(described, now, self.rungs.in_order(self.result))
 
@@ -100,11 +101,11 @@ class Tuner:
             origins: dict[Origin, FromCache] = {Origin.NEAREST: "nearest", Origin.RULE: "rule"}
             origin = origins.get(answer.origin, True)
             return saved_result(described, answer, from_cache=origin)
-        if (failure := self.rungs.memory.failure(described.id)) is not None:
-            raise failure
-        if now.settings.on_miss == "tune":
-            raise TuningFailedError(f"{call.name}: {answer.why}", trials=(), key=described.id.key)
-        self.ladder.allow_defaults(described, now, among=() if call.untuned is None else ("default",))
+        if now.settings.on_miss != "tune":
+            self.ladder.allow_defaults(described, now, among=() if call.untuned is None else ("default",))
+        elif now.ranks is not None or call.untuned is None:
+            failure = self.rungs.memory.failure(described)
+            raise failure or TuningFailedError(f"{call.name}: {answer.why}", trials=(), key=described.id.key)
         return call_result(described, call.defaults, Findings(), from_cache="default")
 
     def tune(self, call: BoundCall, *, resume: bool = False) -> TuningResult:
@@ -145,7 +146,7 @@ class Tuner:
             return None
         described, rungs = keyed(call), self.rungs
         now = Situation.of(call, only_looks=True)
-        found = rungs.agreed(described, now) if now.ranks is not None else first(rungs.known, described, now)
+        found = first(rungs.known if now.ranks is None else [rungs.agreed], described, now)
         return None if found is None else found.config
 
     def is_known(self, call: BoundCall) -> bool:

@@ -50,7 +50,16 @@ class Journal:
     of appending to a large file, `append` begins another one, so that readers accept all files.
     """
 
-    def __init__(self, directory: Path, name: str, device: str, key: str, *, suffix: str = ".jsonl") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        device: str,
+        key: str,
+        *,
+        suffix: str = ".jsonl",
+        arguments: str | None = None,
+    ) -> None:
         """Names a journal without touching the disk; the first `append` makes its file.
 
         Args:
@@ -59,10 +68,12 @@ class Journal:
             device: the kind of device.
             key: the key of the problem.
             suffix: the end of its files' names.
+            arguments: `KeyedCall.arguments_hash` of the call whose records it reads and appends; None for all calls.
         """
         self._root = directory
         self.directory = directory / trials_folder(name)
         self._suffix = suffix
+        self._arguments = arguments
         self._stem = problem_hash(device, key)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -75,6 +86,8 @@ class Journal:
             CacheWriteError: the record could not be written. The message says why.
             TypeError: the record holds a value that JSON cannot hold.
         """
+        if self._arguments:
+            record = {**record, "arguments": self._arguments}
         try:
             # Nearly every record is plain already, and its conversion would take time for every config.
             text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")
@@ -96,7 +109,9 @@ class Journal:
     def each(self) -> Iterator[JsonObject]:
         """Yields the same records as `records`, without holding all of them in memory."""
         for path in self._files():
-            yield from _whole(path, _read_lines(path, below=self._root), _CONSEQUENCE)
+            for record in _whole(path, _read_lines(path, below=self._root), _CONSEQUENCE):
+                if self._arguments is None or record.get("arguments", "") == self._arguments:
+                    yield record
 
     def trials(self) -> Iterator[Trial]:
         """Yields the trials of its records, skipping records without a trial."""

@@ -18,7 +18,8 @@ from quarantune.functions.binding import Arguments, assignment_in_force, named
 from quarantune.functions.describe import layout_of, sharding_of
 from quarantune.functions.description import SCALARS, describe_arguments, describe_jax_state, is_array, key_part
 from quarantune.functions.fingerprint import code_digest
-from quarantune.values.codec import JsonObject, canonical_json, decode_json
+from quarantune.host.locks import lazy
+from quarantune.values.codec import JsonObject, canonical_json, decode_json, short_hash
 from quarantune.values.options import ROUNDING
 from quarantune.values.texts import array_text, printable
 
@@ -74,6 +75,21 @@ class KeyedCall:
     def readable(self) -> JsonObject:
         """The values of the key in readable form."""
         return readable(self.values, self.jax_state)
+
+    @lazy
+    def arguments_hash(self) -> str:
+        """Distinguishes calls that `key_fn` gives one key: a hash of the arguments; empty without a `key_fn`.
+
+        They share the result of the key. What a config did in one of them, such as its time or its failure, is about
+        that call alone.
+        """
+        has_bucket = self.call.function.options.key_fn is not None
+        return short_hash(canonical_json(self.arguments)) if has_bucket else ""
+
+    @property
+    def identity(self) -> tuple[ProblemId, str]:
+        """The identity of the call itself. Calls of one key differ in it if `key_fn` gives them that key."""
+        return self.id, self.arguments_hash
 
     @property
     def id_under_rounding(self) -> ProblemId:

@@ -9,10 +9,13 @@ wait for it help. They share only the program's key-value store. Its keys, below
     <leader>/trial/<config>   the trial of a config; `not_run` if a helper returned the config
     <leader>/device/<name>    the rank that measures on a device, by first writer wins
 
-An index names the same config for all ranks. Each rank begins with its own part of a list, the same in every run. Then
-it takes configs from the ends of the other parts, fewer at a time towards the end of the list. So a rank that is late
-or slow measures less. A taken config runs again on the leader if its rank is silent, or if it takes much longer than
-the others did. If the leader is silent, another rank claims the call and uses the trials so far.
+With a `key_fn`, ranks may make calls of one key with different arguments. Then all but the beats lie in a directory of
+the arguments, and only ranks that make the same call help. So an index names the same config for them.
+
+Each rank begins with its own part of a list, the same in every run. Then it takes configs from the ends of the other
+parts, fewer at a time towards the end of the list. So a rank that is late or slow measures less. A taken config runs
+again on the leader if its rank is silent, or if it takes much longer than the others did. If the leader is silent,
+another rank claims the call and uses the trials so far.
 """
 
 from __future__ import annotations
@@ -80,11 +83,13 @@ class Board:
         store: the key-value store of the program.
         topic: the directory of the call.
         leader: the rank that leads.
+        arguments: `KeyedCall.arguments_hash` of the call: ranks share the work of one call, not of all calls of a key.
     """
 
     store: Coordination
     topic: str
     leader: int
+    arguments: str = ""
 
     def beat(self, count: int) -> None:
         """Shows that this rank is alive."""
@@ -148,14 +153,18 @@ class Board:
     def earlier(self, configs: Mapping[int, Config]) -> dict[int, Trial]:
         """Returns the usable trials that ranks have published for any leader."""
         found = {}
-        for key, text in self.store.listed(self.topic).items():
+        for key, text in self.store.listed(self._directory).items():
             index = key.partition("/trial/")[2]
             if index.isdecimal() and int(index) in configs:
                 found[int(index)] = _read(text, configs[int(index)])
         return {index: trial for index, trial in found.items() if trial.is_usable}
 
+    @property
+    def _directory(self) -> str:
+        return f"{self.topic}/{self.arguments}" if self.arguments else self.topic
+
     def _key(self, name: str) -> str:
-        return f"{self.topic}/{self.leader}/{name}"
+        return f"{self._directory}/{self.leader}/{name}"
 
 
 class Pulses:

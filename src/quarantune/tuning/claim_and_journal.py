@@ -69,7 +69,7 @@ class ClaimAndJournal:
         self._versions = versions.all_that_compiles(call.platform)
         self._demands_versions = demands_versions(call, now)
         self._directory = settings.cache_dir
-        self._journal = Journal(settings.cache_dir, *call.id)
+        self._journal = Journal(settings.cache_dir, *call.id, arguments=call.arguments_hash)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._readable = call.readable
         self._sweeps = sweeps.log(settings.cache_dir, *call.id)

@@ -16,7 +16,7 @@ from quarantune.cache.journal import Journal, understood
 from quarantune.calls.key import KeyedCall
 from quarantune.functions import versions
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values.codec import JsonObject, Record, canonical_json, short_hash, text_of
+from quarantune.values.codec import JsonObject, Record, canonical_json, text_of
 from quarantune.values.trial import UNSETTLED, CompilerFigures, Outcome, Phase, Route, Trial
 
 _TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -46,12 +46,13 @@ class CompileVerdicts:
         """
         self._device = call.id.device
         # These outlive the journal of a sweep, which starts over now and then.
-        self._journal, *self._others = (Journal(each, *call.id, suffix=".uncompiled") for each in (directory, *others))
+        # A config may compile for some of the calls of one key only.
+        self._journal, *self._others = (
+            Journal(each, *call.id, suffix=".uncompiled", arguments=call.arguments_hash)
+            for each in (directory, *others)
+        )
         self._limits = limits
         self._compilers = versions.compilers(call.platform)
-        if call.call.function.options.key_fn is not None:
-            # Calls with other shapes share the key, and so the journal, but a config may compile for some of them only.
-            self._compilers = {**self._compilers, "arguments": short_hash(canonical_json(call.arguments))}
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that nobody needs to compile again, by the text of the config.
@@ -149,7 +150,7 @@ class _FailedCompile(Record):
         trial: the trial. The trial of a successful check has the compiler's figures.
         source: its source, for messages: `a sweep` or `a compile check`.
         found: the time of the compilation, in UTC as ISO text.
-        compilers: the versions and flags of the compilers; with a `key_fn`, also a hash of the call's arguments.
+        compilers: the versions and flags of the compilers.
         compile_timeout_s: the deadline of the compilation, in seconds.
         memory_limit_bytes: the memory limit of the compilation; None for a share of the free memory.
         figures: the compiler's figures of the trial; set only in a record.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quarantune.answers import saved_program
+from quarantune.answers import guard, saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, save
 from quarantune.answers.memory import Memory
@@ -110,7 +110,7 @@ class Tuning:
         try:
             result = self._job(call, now, self, earlier=earlier).run()
         except TuningFailedError as error:
-            self._memory.remember(call.id, error)
+            self._memory.remember(call, error)
             raise
         return self.remember(call, result, now)
 
@@ -134,7 +134,7 @@ class Tuning:
             record["calls"] = [share.to_json() for share in result.calls]
         directory = None if now.settings.disable_cache else now.settings.cache_dir
         answer = Answer(Origin.MEASURED, result.best_config, record, directory=directory, result=result)
-        self._memory.remember(call.id, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
+        self._memory.remember(call, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
         return answer
 
 
@@ -262,7 +262,9 @@ class TuningJob:
                 return None
             layers = self._tuning.layers
             found = layers.saved(self._keyed, self._now, other_than=self._earlier, afresh=afresh)
-            return found if found is not None and layers.serves(found, self._now) else None
+            if found is None or (self._now.start_over and guard.is_dropped(found.config, self._keyed)):
+                return None
+            return found if layers.serves(found, self._now) else None
 
         is_apart = self._request.mode is Mode.IN_WORKERS
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
@@ -270,7 +272,8 @@ class TuningJob:
     def _terms(self) -> JsonObject:
         """Returns the properties of this sweep on which its failure may depend."""
         search = {} if self._search.tries_all else {"search": self._search.to_json()}
-        return {"space": self._call.space, "limits": self._limits.deadlines(), **search}
+        call = {"space": self._call.space, "arguments": self._keyed.arguments_hash}
+        return {**call, "limits": self._limits.deadlines(), **search}
 
     def _failure_of(self, about: JsonObject) -> TuningFailedError | None:
         """Returns the failure of another job, if it ran the same configs under the same limits."""

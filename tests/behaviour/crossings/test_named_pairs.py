@@ -21,7 +21,7 @@ from tuned_functions import here
 import quarantune
 from quarantune import Outcome, Trial, TuningResult
 from quarantune.answers import recording
-from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.answer import Answer, Origin
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
 from quarantune.calls.rebuilt import rebuilt
@@ -443,16 +443,16 @@ def test_results_for_one_shard_are_used_inside_shard_map(name: str) -> None:
     np.testing.assert_allclose(found, 2 * np.sin(X), rtol=1e-5)
 
 
-@pytest.mark.parametrize("on_miss", ["default", "nearest", "rule"])
+@pytest.mark.parametrize("on_miss", ["default", "nearest", "rule", "error"])
 def test_exact_numerics_take_no_estimated_config(on_miss: Any) -> None:
     found = {}
     for numerics in ("rounding", "bitwise"):
         function = parts(f"estimated_{numerics}", [{"n": 1}, {"n": 2}], default=1, numerics=numerics)
-        layers, call = function._tuner.rungs.layers, keyed(BoundCall(function.function, (jnp.ones(8),), {}))
-        layers._memory.answers[call.id] = Answer(Origin.ESTIMATED, {"n": 2})
+        call = keyed(BoundCall(function.function, (jnp.ones(8),), {}))
+        function._tuner.rungs.memory.answers[call.id] = Answer(Origin.ESTIMATED, {"n": 2})
         with quarantune.settings(on_miss=on_miss):
-            found[numerics] = layers.estimated(call, Situation.of(call.call)) is not None
-    assert found == {"rounding": True, "bitwise": False}
+            found[numerics] = function.lookup(jnp.ones(8))
+    assert found == {"rounding": {"n": 2}, "bitwise": None}
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ class Rank(enum.Enum):
     RAISES = "tuning ends with an error that is not about the configs"
     SLOW = "it tunes successfully, but for longer than the others wait"
     STRICT = "it has no config, and must not tune"
+    PAUSED = "it has no config, and must not tune in this block of code"
     ABSENT = "it never makes the call"
 
 
@@ -93,8 +94,8 @@ class Store:
     def write(self, key: str, text: str) -> bool:
         return self._texts.setdefault(key, text) is text
 
-    def count(self, directory: str) -> int:
-        return sum(key.startswith(f"{directory}/") for key in self._texts)
+    def listed(self, directory: str) -> dict[str, str]:
+        return {key: text for key, text in self._texts.items() if key.startswith(f"{directory}/")}
 
 
 def own_answer(rank: int, source: Source) -> Offer:
@@ -110,9 +111,12 @@ def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
     steps: Any = Steps(rank, len(kinds), state.pasts[rank])
     member = Member(TOPIC, steps, clock=lambda: float(steps.now_s))
     own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
-    tune = None if kinds[rank] is Rank.STRICT else steps.tune
+    is_paused = kinds[rank] is Rank.PAUSED
+    tune = None if is_paused or kinds[rank] is Rank.STRICT else steps.tune
     try:
-        answer = member.agree(own, last=nobody(rank), tune=tune, wait=steps.wait, deadline_s=DEADLINE_S)
+        answer = member.agree(
+            own, last=nobody(rank), tune=tune, wait=steps.wait, deadline_s=DEADLINE_S, is_paused=is_paused
+        )
         return Rerun("", (), answer)
     except LookupError as error:
         return Rerun("", (), error)
@@ -209,6 +213,7 @@ def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> li
     for answer in answers.values():
         if answer.source is Source.NOBODY:
             assert not {Rank.WARM, Rank.COLD, Rank.SLOW} & set(kinds), (kinds, state)
+        assert not answer.is_paused or set(kinds) == {Rank.PAUSED}, (kinds, state)
         if answer.source is Source.LATE:
             assert Rank.SLOW in kinds, (kinds, state)
     return []

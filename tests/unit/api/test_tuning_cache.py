@@ -167,19 +167,17 @@ def test_functions_here_forget_what_is_cleared_or_deleted(name: str, cache_dir: 
     assert first.lookup(X) == {"n": 2}
 
 
-def test_clearing_a_function_forgets_its_failure_in_memory(cache_dir: Path) -> None:
+def test_clearing_a_function_forgets_its_failure_in_memory(cache_dir: Path, sweeps: list[str]) -> None:
     fn = tuned("failing", is_good=False)
-    with pytest.raises(quarantune.TuningFailedError):
-        fn(X)
-    with quarantune.settings(on_miss="error"):
-        with pytest.raises(quarantune.TuningFailedError):
-            fn(X)
-        TuningCache(cache_dir).clear("another")
-        with pytest.raises(quarantune.TuningFailedError):
-            fn(X)
-        TuningCache(cache_dir).clear("failing")
-        with pytest.raises(quarantune.CacheMissError):
-            fn(X)
+    counts = []
+    for cleared in (None, "another", "failing"):
+        if cleared is not None:
+            TuningCache(cache_dir).clear(cleared)
+        for _ in range(2):
+            with pytest.raises(quarantune.TuningFailedError):
+                fn(X)
+            counts.append(len(sweeps))
+    assert counts == [1, 1, 1, 1, 2, 2]
 
 
 def test_clearing_forgets_estimates_and_contextual_choices(cache_dir: Path) -> None:
@@ -206,7 +204,7 @@ def test_clearing_forgets_estimates_and_contextual_choices(cache_dir: Path) -> N
     assert again.lookup(X) is None
 
 
-def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_path: Path) -> None:
+def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_path: Path, sweeps: list[str]) -> None:
     with quarantune.settings(cache_dir=tmp_path / "other"):
         other = tuned("merged")
         other(X)
@@ -231,8 +229,9 @@ def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_
     assert fn.lookup(X) == {"n": 1}
     with quarantune.settings(on_miss="error"):  # results in no file are kept
         np.testing.assert_array_equal(in_memory(X), 2 * X)
-        with pytest.raises(quarantune.TuningFailedError):
-            failing(X)
+    with pytest.raises(quarantune.TuningFailedError):
+        failing(X)
+    assert sweeps.count("failing") == 1
 
 
 def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:

@@ -129,6 +129,23 @@ def program(monkeypatch: pytest.MonkeyPatch, no_process: None) -> Callable[..., 
     return make
 
 
+def test_ranks_help_only_with_calls_of_equal_arguments() -> None:
+    """Ranks may make calls of one key, by `key_fn`, with different arguments."""
+    client = Client()
+
+    def board(rank: int, arguments: str) -> Board:
+        return Board(Coordination(client=client, rank=rank, ranks=RANKS), "topic", 0, arguments)
+
+    board(0, "a").publish(0, WorkList(indices=(1, 2), is_last=True))
+    board(0, "a").say(1, ok({"n": 1}))
+    board(0, "a").beat(7)
+    assert board(1, "a").work(0) is not None
+    assert board(1, "b").work(0) is None
+    assert [*board(1, "a").earlier({1: {"n": 1}})] == [1]
+    assert not board(1, "b").earlier({1: {"n": 1}})
+    assert client.values["topic/beat/0"] == "7", "whoever waits hears that the rank lives"
+
+
 def test_each_config_is_measured_once_and_every_rank_takes_part(program: Callable[..., Program]) -> None:
     shared = program()
     met = threading.Barrier(RANKS, timeout=60)

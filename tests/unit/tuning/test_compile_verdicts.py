@@ -34,7 +34,7 @@ X = np.arange(4, dtype=np.float32)
 
 def failures(directory: Path, *, kind: str = KIND, text: str = "key", **limits: Any) -> CompileVerdicts:
     call = SimpleNamespace(name="f", function=SimpleNamespace(options=Options()))
-    keyed: Any = SimpleNamespace(call=call, id=ProblemId("f", kind, text), platform="cuda")
+    keyed: Any = SimpleNamespace(call=call, id=ProblemId("f", kind, text), platform="cuda", arguments_hash="")
     return CompileVerdicts(keyed, dataclasses.replace(LIMITS, **limits), directory)
 
 
