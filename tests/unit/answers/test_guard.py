@@ -19,11 +19,12 @@ import quarantune
 from quarantune.answers import guard
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import save
+from quarantune.cache.joining import joined_by_sweep
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.transport import assignment
 from quarantune.tuning.claim_and_journal import ClaimAndJournal
 from quarantune.tuning.job import TuningJob
-from quarantune.tuning.outcome import entry_for, more_thorough
+from quarantune.tuning.outcome import entry_for
 from quarantune.values import blocks
 from quarantune.values.codec import canonical_json
 from quarantune.values.trial import Findings, Outcome, Searched, Trial
@@ -295,8 +296,8 @@ def test_a_faster_result_of_another_call_of_a_key_is_no_rival(name: str) -> None
         return entry_for(call, {"n": 1}, found, {"name": "random"})
 
     thorough = entry(16, 1.0, seen=9)
-    assert more_thorough("cpu", "key", thorough, entry(16, 2.0, seen=3))["time_ms"] == 1.0
-    assert more_thorough("cpu", "key", thorough, entry(24, 2.0, seen=3))["time_ms"] == 2.0
+    assert joined_by_sweep("cpu", "key", thorough, entry(16, 2.0, seen=3))["time_ms"] == 1.0
+    assert joined_by_sweep("cpu", "key", thorough, entry(24, 2.0, seen=3))["time_ms"] == 2.0
 
 
 def test_calls_without_key_fn_need_no_hash_of_their_arguments(name: str) -> None:
