@@ -127,5 +127,5 @@ class _Pushing:
                 raise StoreError(f"{self.url}/{name}.json would be too large for readers: push to another prefix")
             if self.bucket.replace(name, data, found.version if found else ""):
                 return
-            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(attempt, 10))))
+            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)))
         raise StoreError(f"other jobs have replaced {self.url}/{name}.json {_MOST_ATTEMPTS} times: push again later")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import re
 import urllib.request
@@ -24,6 +23,7 @@ _SILENCE_S = 30.0
 _PROBE = ".probe"
 """Name of the object that shows whether a server keeps to conditions. No function has a safe name like this."""
 _NOT_MODIFIED = 304
+_RANGE = f"bytes=0-{LARGEST_OBJECT_BYTES}"
 _TOO_LARGE = f"an object is larger than {LARGEST_OBJECT_BYTES >> 20} MiB, and is not read"
 _MOST_SHOWN = 300
 _LINK = re.compile(r"""href=["']?(?:\./)?([^"'?#/>]+)\.json["'?#>]""", re.IGNORECASE)
@@ -168,14 +168,16 @@ class Bucket:
             StoreError: the object cannot be read.
         """
         with self._asking():
-            # The version comes first: if another process replaces the object in between, this version is too old, and
-            # a write on this condition is refused.
-            about = self._files.info(f"{self._bucket}/{self._key(name)}")
-            version = str(about.get("ETag") or about.get("generation") or "")
-            if about["size"] > LARGEST_OBJECT_BYTES:
+            try:
+                # In one request: parts of an object could be of two versions.
+                version, data = self._read(self._key(name), known)
+            except OSError as error:
+                if _status(error) != _NOT_MODIFIED:
+                    raise
+                version, data = known, b""
+            if len(data) > LARGEST_OBJECT_BYTES:
                 raise StoreError(_TOO_LARGE)
-            is_known = bool(version) and version == known
-            return StoredObject(None if is_known else self._content(self._key(name)), version)
+            return StoredObject(None if known and version == known else data, version)
         return None
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -204,10 +206,15 @@ class Bucket:
     def _filesystem(self, **options: bool) -> Any:
         from s3fs import S3FileSystem
 
-        return S3FileSystem(max_concurrency=1, **options)  # parts of an object could be of two versions
+        return S3FileSystem(**options)
 
-    def _content(self, key: str) -> bytes:
-        return bytes(self._files.cat_file(f"{self._bucket}/{key}"))
+    def _read(self, key: str, known: str) -> tuple[str, bytes]:
+        """Returns the version and the content of an object, unless it has a known version."""
+        from fsspec.asyn import sync
+
+        condition = {"IfNoneMatch": known} if known else {}
+        answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE, **condition)
+        return answer["ETag"], sync(self._files.loop, answer["Body"].read)
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
@@ -233,7 +240,7 @@ class Bucket:
 
 
 class _GoogleBucket(Bucket):
-    """A bucket of Google Cloud Storage. The files of gcsfs are read in parts, and replaced without a condition."""
+    """A bucket of Google Cloud Storage. gcsfs has no condition for replacing a file, and none for reading it."""
 
     never_a_version = "1"
 
@@ -244,16 +251,15 @@ class _GoogleBucket(Bucket):
 
         return GCSFileSystem(**options)
 
-    def _content(self, key: str) -> bytes:
-        return bytes(self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1])
+    def _read(self, key: str, known: str) -> tuple[str, bytes]:
+        options = {"alt": "media"} | ({"ifGenerationNotMatch": known} if known else {})
+        about, data = self._files.call("GET", "b/{}/o/{}", self._bucket, key, headers={"Range": _RANGE}, **options)
+        return about.get("x-goog-generation", known), data
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"
-        head = b"--part\r\nContent-Type: application/json\r\n\r\n"  # no line of JSON begins with `--part`
-        body = head + json.dumps({"name": key}).encode() + b"\r\n" + head + data + b"\r\n--part--"
-        kind = {"Content-Type": "multipart/related; boundary=part"}
-        options = {"uploadType": "multipart", "ifGenerationMatch": version or "0"}
-        self._files.call("POST", address, headers=kind, data=body, **options)
+        options = {"uploadType": "media", "name": key, "ifGenerationMatch": version or "0"}
+        self._files.call("POST", address, headers={"Content-Type": "application/json"}, data=data, **options)
 
 
 def open_objects(url: StoreURL) -> WebServer | Bucket:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import PROGRAMS, python, run_python
@@ -154,19 +155,21 @@ def test_nothing_is_pushed_to_a_server_that_ignores_conditions(
         assert opened(url).names() == []
 
 
+@pytest.mark.parametrize("store", [s3_store, google_store], ids=["s3", "gs"])
 @pytest.mark.parametrize(
     ("jobs", "killed"),
     [pytest.param(8, 4), pytest.param(50, 30, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def test_jobs_that_push_at_once_lose_nothing(
-    jobs: int, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: int, killed: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for job in range(jobs):
         Store(tmp_path / str(job)).merge("scale", results(*(f"{job} {part}" for part in "abcd"), n=job))
-    with s3_store(tmp_path) as (url, variables):
+    with store(tmp_path) as (url, variables):
         done = json.loads(python(PROGRAMS / "pushers.py", url, tmp_path, jobs, killed, 7, **variables))
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setitem(pytest.importorskip("fsspec").config.conf, "gs", {"token": "anon"})
         found = opened(url).read("scale")
     assert found is not None
     entries = decode_entries(found.data or b"", "scale")["cpu"]  # nothing is torn
