@@ -91,10 +91,12 @@ def results_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.fixture(autouse=True)
-def warned_afresh() -> None:
-    """Makes the warnings that come once in a process come again, whichever tests ran before."""
+def as_a_new_process() -> None:
+    """Forgets the warnings and the recorded calls of earlier tests, which a process keeps until it ends."""
     if (frames := sys.modules.get("quarantune.host.frames")) is not None:
         frames.told.clear()
+    if (recording := sys.modules.get("quarantune.answers.recording")) is not None:
+        recording._writers.clear()
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import IO, Any
 import pytest
 
 from quarantune.buckets import orders
-from quarantune.cache import problems
 from quarantune.cache.entry_file import SCHEMA, Contents, encode
+from quarantune.host.frames import told
 from quarantune.values.store_url import StoreURL
 
 CHUNK = bytes(1 << 20)
@@ -128,7 +128,7 @@ def new_job() -> None:
     """Forgets what this process has fetched, as a new job would begin."""
     orders._agent(os.getpid()).end()
     orders._agent.cache_clear()
-    problems._reported.difference_update([topic for topic in problems._reported if "://" in topic])
+    told.difference_update([topic for topic in told if "://" in topic])
 
 
 @contextlib.contextmanager

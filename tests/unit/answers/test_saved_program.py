@@ -48,7 +48,7 @@ def total(name: str, **options: Any) -> Any:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs configs in this process, whose environment the test changes."""
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
-    monkeypatch.setattr("quarantune.sweep.processes._warn", lambda reason: None)
+    monkeypatch.setattr("quarantune.sweep.processes.warn_once", lambda message, category: None)
 
 
 def another_program(*parts: str) -> Any:
