@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from quarantune.answers.answer import Situation
-from quarantune.api.tune_for import save_or_report
+from quarantune.answers.layers import save
 from quarantune.api.tuner import Tuner
-from quarantune.cache.entry_file import Entry
+from quarantune.cache import problems
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
@@ -234,7 +234,7 @@ def fit(
             fitting.skipped += [f"{texts.call_text(call.arguments)}: {few}" for call, _ in alike.values()]
             continue
         found.append(fitting.rule(rows))
-        save_or_report(rows[0].call.id._replace(key=key), _entry(rows[0].call, found[-1]))
+        _save(rows[0].call, key, found[-1])
     if not found:
         raise TuningFailedError(f"{name}: no rule was fitted: {'; '.join(fitting.skipped):.2000}", trials=(), key="")
     return FitReport(
@@ -265,11 +265,15 @@ def times_ms(call: BoundCall, configs: Sequence[Config]) -> dict[str, float]:
     return times_of(swept(call, [*configs], lambda call: Tuner(call.function).tune(call)))
 
 
-def _entry(call: KeyedCall, rule: Rule) -> Entry:
-    return {
+def _save(call: KeyedCall, key: str, rule: Rule) -> None:
+    entry = {
         "config": {},
         "fingerprint": call.call.function.fingerprint.parts,
         "versions": versions.versions(),
         "created": findings_now(call.call, Findings(), (), Searched()).created,
         rules.FIELD: rule.to_json(),
     }
+    try:
+        save(blocks.current(), call.id._replace(key=key), entry)
+    except problems.CacheWriteError as error:
+        problems.report_once(str(error))

@@ -17,7 +17,7 @@ from quarantune.cache import problems
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.call import BoundCall
-from quarantune.calls.key import KeyedCall, ProblemId, keyed_to_tune
+from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments
 from quarantune.results.report_data import CallShare
@@ -95,23 +95,18 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
     if not now.settings.disable_cache:
         entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
-        _save(entry, described, shares)
+        _save(entry, described, shares, now)
     tuner.adopt(first, result, now)
     return result
 
 
-def _save(entry: Entry, described: Sequence[KeyedCall], shares: Sequence[CallShare]) -> None:
+def _save(entry: Entry, described: Sequence[KeyedCall], shares: Sequence[CallShare], now: Situation) -> None:
     """Saves an entry with the calls that it is for."""
     entry["calls"] = [share.to_json() for share in shares]
     if "arguments" in entry:
         entry["arguments"] = [each.arguments for each in described]
-    save_or_report(described[0].id, entry)
-
-
-def save_or_report(problem: ProblemId, entry: Entry) -> None:
-    """Saves an entry, and reports once if that is impossible: the caller gets the result all the same."""
     try:
-        save(blocks.current(), problem, entry)
+        save(now.settings, described[0].id, entry)
     except CacheWriteError as error:
         problems.report_once(str(error))
 
