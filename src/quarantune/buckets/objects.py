@@ -168,16 +168,12 @@ class Bucket:
             StoreError: the object cannot be read.
         """
         with self._asking():
-            try:
-                # In one request: parts of an object could be of two versions.
-                version, data = self._read(self._key(name), known)
-            except OSError as error:
-                if _status(error) != _NOT_MODIFIED:
-                    raise
-                version, data = known, b""
+            if known and known == self._version(self._key(name)):
+                return StoredObject(None, known)
+            version, data = self._read(self._key(name))
             if len(data) > LARGEST_OBJECT_BYTES:
                 raise StoreError(_TOO_LARGE)
-            return StoredObject(None if known and version == known else data, version)
+            return StoredObject(data, version)
         return None
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -195,12 +191,8 @@ class Bucket:
             StoreError: the server refused for another reason, or gave no answer.
         """
         with self._asking(is_new=not version):
-            try:
-                self._write(self._key(name), data, version)
-                return True
-            except Exception as error:
-                if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
-                    raise
+            self._write(self._key(name), data, version)
+            return True
         return False
 
     def _filesystem(self, **options: bool) -> Any:
@@ -208,12 +200,15 @@ class Bucket:
 
         return S3FileSystem(**options)
 
-    def _read(self, key: str, known: str) -> tuple[str, bytes]:
-        """Returns the version and the content of an object, unless it has a known version."""
+    def _version(self, key: str) -> str:
+        about = self._files.info(f"{self._bucket}/{key}")
+        return str(about.get("ETag") or about.get("generation"))
+
+    def _read(self, key: str) -> tuple[str, bytes]:
+        """Returns the version and the content of an object by one request: parts could be of two versions."""
         from fsspec.asyn import sync
 
-        condition = {"IfNoneMatch": known} if known else {}
-        answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE, **condition)
+        answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE)
         return answer["ETag"], sync(self._files.loop, answer["Body"].read)
 
     def _write(self, key: str, data: bytes, version: str) -> None:
@@ -226,7 +221,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _asking(self, *, is_new: bool = False) -> Iterator[None]:
-        """Ends the block if an object does not exist, and turns other errors into `StoreError`.
+        """Ends the block if an object does not exist or its version differs; turns other errors into `StoreError`.
 
         Args:
             is_new: whether there need not be an object, so that its bucket is missing.
@@ -236,6 +231,9 @@ class Bucket:
                 yield
             except FileNotFoundError as error:
                 if is_new or "bucket" in str(error).lower().replace(self._bucket.lower(), ""):
+                    raise
+            except Exception as error:
+                if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
                     raise
 
 
@@ -251,10 +249,9 @@ class _GoogleBucket(Bucket):
 
         return GCSFileSystem(**options)
 
-    def _read(self, key: str, known: str) -> tuple[str, bytes]:
-        options = {"alt": "media"} | ({"ifGenerationNotMatch": known} if known else {})
-        about, data = self._files.call("GET", "b/{}/o/{}", self._bucket, key, headers={"Range": _RANGE}, **options)
-        return about.get("x-goog-generation", known), data
+    def _read(self, key: str) -> tuple[str, bytes]:
+        about, data = self._files.call("GET", "b/{}/o/{}", self._bucket, key, headers={"Range": _RANGE}, alt="media")
+        return about["x-goog-generation"], data
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"
