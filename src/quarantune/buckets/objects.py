@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import json
 import os
 import re
 import urllib.request
@@ -206,10 +208,9 @@ class Bucket:
 
     def _read(self, key: str) -> tuple[str, bytes]:
         """Returns the version and the content of an object by one request: parts could be of two versions."""
-        from fsspec.asyn import sync
-
         answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE)
-        return answer["ETag"], sync(self._files.loop, answer["Body"].read)
+        content = asyncio.run_coroutine_threadsafe(answer["Body"].read(), self._files.loop)
+        return answer["ETag"], content.result()
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
@@ -255,8 +256,11 @@ class _GoogleBucket(Bucket):
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"
-        options = {"uploadType": "media", "name": key, "ifGenerationMatch": version or "0"}
-        self._files.call("POST", address, headers={"Content-Type": "application/json"}, data=data, **options)
+        head = b"--part\r\nContent-Type: application/json\r\n\r\n"  # no line of JSON begins with `--part`
+        body = head + json.dumps({"name": key}).encode() + b"\r\n" + head + data + b"\r\n--part--"
+        kind = {"Content-Type": "multipart/related; boundary=part"}
+        options = {"uploadType": "multipart", "ifGenerationMatch": version or "0"}
+        self._files.call("POST", address, headers=kind, data=body, **options)
 
 
 def open_objects(url: StoreURL) -> WebServer | Bucket:

@@ -90,7 +90,7 @@ def sample(tuned: Sequence[Tuned], number: int, out: Output, *, saves: bool) -> 
     named = {each.function.name: each for each in tuned}
     for call, status, made, _ in _made(lambda _, name: named.get(name, "it was not named"), found):
         is_due = status == functions.TUNED and len(records) < number
-        if is_due and (record := _sampled(*made, call, saves=saves)) is not None:
+        if is_due and (record := _sampled(call, *made, saves=saves)) is not None:
             records.append(record)
             out.line(printable_lines(record["text"]))
     losses = [record["loss"] for record in records if record["loss"] is not None]
@@ -99,7 +99,7 @@ def sample(tuned: Sequence[Tuned], number: int, out: Output, *, saves: bool) -> 
     return records
 
 
-def _sampled(fn: Tuned, given: GivenCall, recorded: RecordedCall, *, saves: bool) -> JsonObject | None:
+def _sampled(recorded: RecordedCall, fn: Tuned, given: GivenCall, *, saves: bool) -> JsonObject | None:
     """Returns the losses of a rule for a call, measured next to the best config; None if no rule answers it now."""
     call = keyed_to_tune(fn._tuner.bind(given.args, given.kwargs))
     answer = by_rule.by_rule(call, Situation.of(call.call), fn._tuner.rungs.layers)

@@ -95,13 +95,13 @@ def fit(
     left_out = np.zeros((DEEPEST + 1, len(calls)), int)
     for fold in np.array_split(everyone, min(len(calls), _MOST_FOLDS)):
         tree, chosen = grown(np.setdiff1d(everyone, fold), DEEPEST)
-        for call, depth in itertools.product(fold, range(DEEPEST + 1)):
+        for call, depth in itertools.product(fold.tolist(), range(DEEPEST + 1)):
             left_out[depth, call] = answer(call, tree, chosen, depth)
     losses = _or_unknown(table[everyone, left_out])
     means = losses @ weights / weights.sum()
     depth = int(np.argmin(means + _SIMPLER * np.arange(DEEPEST + 1)))
     tree, chosen = grown(everyone, depth)
-    answers = [answer(call, tree, chosen, depth) for call in everyone]
+    answers = [answer(call, tree, chosen, depth) for call in range(len(calls))]
     own = _or_unknown(table[everyone, answers]).tolist()
     fitted = []
     for (row, text, weight), loss in zip(calls, own, strict=True):
