@@ -113,20 +113,20 @@ class _Fitting:
             if size > _SMALL:
                 share = _WIDE if number < _FIRST else _NARROW
                 limits = self._limits(max(_LEAST_TRIALS, math.ceil(share * size)))
-            left_s, reason = self._ends_s - time.monotonic(), "the time budget was over: fit again to continue"
+            left_s = self._ends_s - time.monotonic()
             if left_s < math.inf:
                 limits["time_budget"] = max(left_s, 1e-3)
-            if left_s > 0:
-                try:
-                    with blocks.settings(on_miss="tune", record=None, **limits):
-                        bound = self._tuner.bind(call.call.args, call.call.kwargs)
-                        result = self._tuner.result(bound).with_trials()
-                    self.trials += 0 if result.from_cache else len(result.trials)
-                    rows.append(self._row(call, weight, result))
-                    continue
-                except TuningFailedError as error:
-                    reason = f"no config works: {texts.first_line(error):.200}"
-            self.skipped.append(f"{texts.call_text(call.arguments)}: {reason}")
+            try:
+                if left_s <= 0:
+                    raise TuningFailedError("the time budget was over: fit again to continue", trials=(), key="")
+                with blocks.settings(on_miss="tune", record=None, **limits):
+                    bound = self._tuner.bind(call.call.args, call.call.kwargs)
+                    result = self._tuner.result(bound).with_trials()
+            except TuningFailedError as error:
+                self.skipped.append(f"{texts.call_text(call.arguments)}: {texts.first_line(error):.200}")
+            else:
+                self.trials += 0 if result.from_cache else len(result.trials)
+                rows.append(self._row(call, weight, result))
         return rows
 
     def _limits(self, most: int) -> JsonObject:

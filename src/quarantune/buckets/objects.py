@@ -170,7 +170,8 @@ class Bucket:
             StoreError: the object cannot be read.
         """
         with self._asking():
-            if known and known == self._version(self._key(name)):
+            about = self._files.info(f"{self._bucket}/{self._key(name)}") if known else {}
+            if known and known == str(about.get("ETag") or about.get("generation")):
                 return StoredObject(None, known)
             version, data = self._read(self._key(name))
             if len(data) > LARGEST_OBJECT_BYTES:
@@ -202,15 +203,10 @@ class Bucket:
 
         return S3FileSystem(**options)
 
-    def _version(self, key: str) -> str:
-        about = self._files.info(f"{self._bucket}/{key}")
-        return str(about.get("ETag") or about.get("generation"))
-
     def _read(self, key: str) -> tuple[str, bytes]:
         """Returns the version and the content of an object by one request: parts could be of two versions."""
         answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE)
-        content = asyncio.run_coroutine_threadsafe(answer["Body"].read(), self._files.loop)
-        return answer["ETag"], content.result()
+        return answer["ETag"], asyncio.run_coroutine_threadsafe(answer["Body"].read(), self._files.loop).result()
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}

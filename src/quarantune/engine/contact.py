@@ -59,6 +59,8 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 """These options end a connection 20 s after the last sign of the other machine, even with unacknowledged data."""
 _BACKLOG = 1024
 _Connections: TypeAlias = Generator[tuple[str, socket.socket], None, None]
+_MayGo: TypeAlias = Callable[[int, JsonObject], bool]
+_Check: TypeAlias = Callable[[], None]
 _held: set[int] = set()
 """The chosen ports at which sweeps of this process listen."""
 _holding = new_lock()
@@ -94,12 +96,7 @@ class Contacts:
     """The submitter's side: the connections of all shards of one sweep."""
 
     def __init__(
-        self,
-        may_go: Callable[[int, JsonObject], bool],
-        *,
-        is_local: bool = False,
-        at: Listen | None = None,
-        check: Callable[[], None] = lambda: None,
+        self, may_go: _MayGo, *, is_local: bool = False, at: Listen | None = None, check: _Check = lambda: None
     ) -> None:
         """Begins to listen.
 
@@ -522,7 +519,7 @@ def _listener(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def _first_free(at: Listen, check: Callable[[], None]) -> socket.socket:
+def _first_free(at: Listen, check: _Check) -> socket.socket:
     """Returns a socket that listens at the first free port; waits if this process uses a port and will free it.
 
     Raises:
