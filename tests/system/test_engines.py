@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,12 +96,16 @@ def _ray_client() -> Iterator[Engine]:
         port = free.getsockname()[1]
     words = ["start", "--head", "--block", "--port=0", f"--ray-client-server-port={port}", "--num-cpus=2"]
     words += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # a client does not send its path
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as head:
+    with (
+        # Otherwise the address of this cluster stays where others look for a cluster.
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place,
+        subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words, f"--temp-dir={place}"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # a client does not send its path
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as head,
+    ):
         try:
             for is_last in (False, False, True):
                 with contextlib.suppress(*[] if is_last else [ConnectionError]):  # each waits for the head for a while
