@@ -84,13 +84,13 @@ class _Row:
     Attributes:
         call: the call.
         weight: how much it counts.
-        best: the text of its best config.
+        best: its best config.
         times: the measured times by the text of the config, relative to the best; infinite for a failure.
     """
 
     call: KeyedCall
     weight: float
-    best: str
+    best: Config
     times: dict[str, float]
 
 
@@ -136,10 +136,13 @@ class _Fitting:
         return {"max_trials": min(most, own.max_trials or most), **search}
 
     def _row(self, call: KeyedCall, weight: float, result: TuningResult) -> _Row:
-        best = text_of(result.best_config)
-        self._configs |= {text_of(trial.config): trial.config for trial in result.trials} | {best: result.best_config}
-        times = times_of(result) | {best: result.time_ms}
-        return _Row(call, weight, best, {text: time_ms / result.time_ms for text, time_ms in times.items()})
+        found = times_of(result) | {text_of(result.best_config): result.time_ms}
+        # A journal also has trials of earlier lists of configs.
+        tried = {text_of(it): it for it in (*(trial.config for trial in result.trials), result.best_config)}
+        configs = {text: it for text, it in tried.items() if call.call.find(as_json(it), is_listed=True) is not None}
+        self._configs |= configs
+        times = {text: found[text] / result.time_ms for text in configs if text in found}
+        return _Row(call, weight, result.best_config, times)
 
     def rule(self, rows: Sequence[_Row]) -> Rule:
         """Returns a rule for rows of one kind, and measures the times that its choice depends on."""
@@ -180,8 +183,8 @@ class _Fitting:
         usable = {text: config for text, config in here.items() if config is not None and call.keeps(config)}
         if usable:
             with contextlib.suppress(TuningFailedError):
-                found = times_ms(call, [self._configs[row.best], *usable.values()])
-        best_ms = found.get(row.best, math.inf)
+                found = times_ms(call, [row.best, *usable.values()])
+        best_ms = found.get(text_of(row.best), math.inf)
         row.times |= {text: found.get(text, math.inf) / best_ms if best_ms < math.inf else math.inf for text in wanted}
         self.trials += len(usable)
 
@@ -216,6 +219,12 @@ def fit(
         raise ValueError(f"max_configs={texts.shown(max_configs)} is not valid: give {wanted}")
     if not tuner.function.options.is_by_time:
         raise ValueError(f"{name}: fit compares times: leave out objective, or use tune")
+    numerics = tuner.function.under(blocks.numerics_in_force()).options.numerics
+    if numerics != options.ROUNDING:
+        raise ValueError(
+            f"{name}: fit makes rules for other calls than those it measures, and numerics={numerics!r} takes only "
+            "configs that were compared for the call itself: leave out numerics (or QUARANTUNE_NUMERICS), or use tune"
+        )
     if blocks.current().disable_cache:
         raise ValueError("the cache is off, so no rule could be saved: unset QUARANTUNE_DISABLE_CACHE")
     for args, weight in zip(calls, weights, strict=True):
