@@ -227,11 +227,14 @@ class Bucket:
             try:
                 yield
             except FileNotFoundError as error:
-                if is_new or "bucket" in str(error).lower().replace(self._bucket.lower(), ""):
+                if is_new or self._lacks_bucket(error):
                     raise
             except Exception as error:
                 if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
                     raise
+
+    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
+        return "bucket" in str(error).lower().replace(self._bucket.lower(), "")
 
 
 class _GoogleBucket(Bucket):
@@ -245,6 +248,15 @@ class _GoogleBucket(Bucket):
         from gcsfs import GCSFileSystem
 
         return GCSFileSystem(**options)
+
+    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
+        # gcsfs drops the server's reason. Whoever may not list the bucket gets another error than a missing one.
+        with contextlib.suppress(OSError):
+            try:
+                self._files.call("GET", "b/{}/o", self._bucket, maxResults="1")
+            except FileNotFoundError:
+                raise StoreError("the bucket does not exist") from None
+        return False
 
     def _read(self, key: str) -> tuple[str, bytes]:
         about, data = self._files.call("GET", "b/{}/o/{}", self._bucket, key, headers={"Range": _RANGE}, alt="media")
