@@ -8,6 +8,7 @@ the number of processes that were killed while they pushed.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from pathlib import Path
 
 def main() -> None:
     url, directory, jobs, killed, seed = *sys.argv[1:3], *map(int, sys.argv[3:6])
-    import s3fs  # noqa: F401 - once for all forks; it starts no thread before its first use
+    importlib.import_module("gcsfs" if url.startswith("gs:") else "s3fs")  # once for all forks; no thread starts yet
 
     from quarantune.buckets import exchange
     from quarantune.cache.store import Store

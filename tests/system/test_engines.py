@@ -9,6 +9,10 @@ import logging
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,12 +88,44 @@ def _ray() -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
+def _ray_client() -> Iterator[Engine]:
+    """Runs a Ray cluster whose tasks a client by `ray://` submits."""
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("grpc", reason="Ray's client needs grpcio")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["start", "--head", "--block", "--port=0", f"--ray-client-server-port={port}", "--num-cpus=2"]
+    words += ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    with (
+        # Otherwise the address of this cluster stays where others look for a cluster.
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place,
+        subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words, f"--temp-dir={place}"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # a client does not send its path
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as head,
+    ):
+        try:
+            for is_last in (False, False, True):
+                with contextlib.suppress(*[] if is_last else [ConnectionError]):  # each waits for the head for a while
+                    ray.init(f"ray://127.0.0.1:{port}", log_to_driver=False, logging_level=logging.CRITICAL)
+                    break
+            yield Engine(quarantune.ray.executor(), is_apart=True)
+        finally:
+            ray.shutdown()
+            head.terminate()
+
+
+@contextlib.contextmanager
 def _threads() -> Iterator[Engine]:
     with ThreadPoolExecutor(2) as executor:
         yield Engine(executor, is_apart=False)
 
 
-@pytest.fixture(params=[_dask, _ray, _threads], ids=["dask", "ray", "threads"], scope="module")
+@pytest.fixture(
+    params=[_dask, _ray, _ray_client, _threads], ids=["dask", "ray", "ray-client", "threads"], scope="module"
+)
 def shared_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MARK, _OURS)

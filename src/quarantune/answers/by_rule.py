@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 
 from quarantune.answers.answer import Answer, Origin, Situation
-from quarantune.answers.layers import Layers, changed_versions
+from quarantune.answers.layers import Layers, changed_versions, dict_or_empty
 from quarantune.cache import problems
-from quarantune.cache.entry_file import Entry
+from quarantune.cache.entries import CacheRecord
 from quarantune.calls.key import KeyedCall
 from quarantune.rules.rule import FIELD, Rule, leaves_in, rule_key
-from quarantune.values.codec import decode_json
 from quarantune.values.texts import call_text
 
 _logger = logging.getLogger("quarantune")
@@ -64,24 +63,15 @@ def answered(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
 
 def _why_none(call: KeyedCall, now: Situation, layers: Layers) -> str:
     """Returns why no layer has a rule for a call: names the nearest that it has."""
-    for store in layers.stores(now):
-        for device, entries in sorted(store.read(call.id.name).items(), key=lambda it: it[0] != call.id.device):
-            for key, entry in entries.items():
-                if FIELD in entry:
-                    return f"the rule in {store.label} is for {_difference(call, device, key, entry)}: fit one for this"
+    rules = layers.entries(now, are_rules=True)
+    for store, record in sorted(rules, key=lambda it: it[1].key.device != call.id.device):
+        return f"the rule in {store.label} is for {_difference(call, record)}: fit one for this"
     return "none is fitted: use fit, or `quarantune fit`"
 
 
-def _difference(call: KeyedCall, device: str, key: str, entry: Entry) -> str:
-    if device != call.id.device:
-        return f"another device, {device!r}, and not for {call.id.device!r}"
-    fingerprint = call.call.function.fingerprint
-    try:
-        code = decode_json(key).get("code")
-    except (ValueError, AttributeError):
-        code = None
-    if code == fingerprint.digest:
-        return "calls with other parameters, ranks or JAX settings"
-    parts = entry.get("fingerprint")
-    changed = ", ".join(fingerprint.differences(parts)) if isinstance(parts, dict) else ""
-    return f"other code ({changed or 'fingerprint'} changed since)"
+def _difference(call: KeyedCall, record: CacheRecord) -> str:
+    if record.key.device != call.id.device:
+        return f"another device, {record.key.device!r}, and not for {call.id.device!r}"
+    if changed := call.call.function.fingerprint.differences(dict_or_empty(record.entry.get("fingerprint"))):
+        return f"other code ({', '.join(changed)} changed since)"
+    return "calls with other parameters, ranks or JAX settings"

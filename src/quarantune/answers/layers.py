@@ -184,13 +184,13 @@ class Layers:
                 yield Store(directory, read_only=True, label=f"the table {tables}")
         yield from _installed(tuple(sys.path))
 
-    def entries(self, now: Situation) -> Iterator[tuple[Store, CacheRecord]]:
-        """Yields the results of all layers, in their order, each with its layer; no rules."""
+    def entries(self, now: Situation, *, are_rules: bool = False) -> Iterator[tuple[Store, CacheRecord]]:
+        """Yields the results of all layers, or the rules, in the order of the layers, each with its layer."""
         from quarantune.cache.entries import entries_of  # most calls do not need it
 
         for store in self.stores(now):
             for record in entries_of(self._function.name, store.read(self._function.name)):
-                if "rule" not in record.entry:
+                if ("rule" in record.entry) is are_rules:
                     yield store, record
 
     def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:

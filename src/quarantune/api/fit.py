@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from quarantune.sweep.limits import SearchLimits
 from quarantune.tuning.outcome import findings_now
 from quarantune.tuning.verification import swept, times_of
 from quarantune.values import blocks, options, texts
-from quarantune.values.codec import JsonObject, as_json, is_number, is_whole, text_of
+from quarantune.values.codec import JsonObject, Record, as_json, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.errors import TuningFailedError
 from quarantune.values.settings import parse_setting
@@ -50,7 +51,7 @@ _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitReport:
+class FitReport(Record):
     """The rules that were fitted on some calls of one function.
 
     Attributes:
@@ -76,40 +77,21 @@ class FitReport:
         return "\n".join([head, *lines, *(f"  left out: {each}" for each in self.skipped)])
 
 
+@dataclasses.dataclass
 class _Row:
     """One call with its measured configs.
 
     Attributes:
         call: the call.
         weight: how much it counts.
-        best: the text of its best config.
+        best: its best config.
         times: the measured times by the text of the config, relative to the best; infinite for a failure.
-        configs: the configs by their texts.
     """
 
-    def __init__(self, call: KeyedCall, weight: float, result: TuningResult) -> None:
-        self.call, self.weight, self.best = call, weight, text_of(result.best_config)
-        found = times_of(result) | {self.best: result.time_ms}
-        # A journal also has trials of earlier lists of configs.
-        tried = {text_of(trial.config): trial.config for trial in result.trials} | {self.best: result.best_config}
-        find = functools.partial(call.call.find, is_listed=True)
-        self.configs: dict[str, Config] = {text: it for text, it in tried.items() if find(as_json(it)) is not None}
-        self.times = {text: found[text] / result.time_ms for text in self.configs if text in found}
-
-    def measure(self, wanted: Mapping[str, Config]) -> int:
-        """Measures configs next to the best one, and returns how many."""
-        bound = self.call.call
-        here = {text: bound.find(as_json(config), is_listed=True) for text, config in wanted.items()}
-        usable = {text: config for text, config in here.items() if config is not None and bound.keeps(config)}
-        self.times |= dict.fromkeys(wanted, math.inf)
-        if usable:
-            try:
-                found = times_of(swept(bound, [self.configs[self.best], *usable.values()], tune=tune_now))
-            except TuningFailedError:
-                found = {}
-            if (best_ms := found.get(self.best, math.inf)) < math.inf:
-                self.times |= {text: found.get(text, math.inf) / best_ms for text in usable}
-        return len(usable)
+    call: KeyedCall
+    weight: float
+    best: Config
+    times: dict[str, float]
 
 
 class _Fitting:
@@ -117,6 +99,7 @@ class _Fitting:
 
     def __init__(self, tuner: Tuner, max_configs: int, max_loss: float, ends_s: float) -> None:
         self._tuner, self._max_configs, self._max_loss, self._ends_s = tuner, max_configs, max_loss, ends_s
+        self._configs: dict[str, Config] = {}
         self.trials, self._most_trials = 0, 0
         self.skipped: list[str] = []
 
@@ -130,20 +113,20 @@ class _Fitting:
             if size > _SMALL:
                 share = _WIDE if number < _FIRST else _NARROW
                 limits = self._limits(max(_LEAST_TRIALS, math.ceil(share * size)))
-            if self._ends_s < math.inf:
-                limits["time_budget"] = max(self._ends_s - time.monotonic(), 1e-3)
-            reason = "the time budget was over: fit again to continue"
-            if time.monotonic() < self._ends_s:
-                try:
-                    with blocks.settings(on_miss="tune", record=None, **limits):
-                        bound = self._tuner.bind(call.call.args, call.call.kwargs)
-                        result = self._tuner.result(bound).with_trials()
-                    self.trials += 0 if result.from_cache else len(result.trials)
-                    rows.append(_Row(call, weight, result))
-                    continue
-                except TuningFailedError as error:
-                    reason = f"no config works: {texts.first_line(error):.200}"
-            self.skipped.append(f"{texts.call_text(call.arguments)}: {reason}")
+            left_s = self._ends_s - time.monotonic()
+            if left_s < math.inf:
+                limits["time_budget"] = max(left_s, 1e-3)
+            try:
+                if left_s <= 0:
+                    raise TuningFailedError("the time budget was over: fit again to continue", trials=(), key="")
+                with blocks.settings(on_miss="tune", record=None, **limits):
+                    bound = self._tuner.bind(call.call.args, call.call.kwargs)
+                    result = self._tuner.result(bound).with_trials()
+            except TuningFailedError as error:
+                self.skipped.append(f"{texts.call_text(call.arguments)}: {texts.first_line(error):.200}")
+            else:
+                self.trials += 0 if result.from_cache else len(result.trials)
+                rows.append(self._row(call, weight, result))
         return rows
 
     def _limits(self, most: int) -> JsonObject:
@@ -152,11 +135,19 @@ class _Fitting:
         search = {"search": options.SURROGATE} if own.search in (options.AUTO, options.EXHAUSTIVE) else {}
         return {"max_trials": min(most, own.max_trials or most), **search}
 
+    def _row(self, call: KeyedCall, weight: float, result: TuningResult) -> _Row:
+        found = times_of(result) | {text_of(result.best_config): result.time_ms}
+        # A journal also has trials of earlier lists of configs.
+        tried = {text_of(it): it for it in (*(trial.config for trial in result.trials), result.best_config)}
+        configs = {text: it for text, it in tried.items() if call.call.find(as_json(it), is_listed=True) is not None}
+        self._configs |= configs
+        times = {text: found[text] / result.time_ms for text in configs if text in found}
+        return _Row(call, weight, result.best_config, times)
+
     def rule(self, rows: Sequence[_Row]) -> Rule:
         """Returns a rule for rows of one kind, and measures the times that its choice depends on."""
         good = Counter(text for row in rows for text, ratio in row.times.items() if ratio <= (1 + self._max_loss) ** 2)
-        wanted: Sequence[Iterable[str]] = [[text for text, _ in good.most_common(self._max_configs)]] * len(rows)
-        self._fill(rows, wanted)
+        self._fill(rows, [[text for text, _ in good.most_common(self._max_configs)]] * len(rows))
         rule, wanted = self._fitted(rows)
         for _ in range(_ROUNDS):
             if self._fill(rows, wanted):
@@ -165,26 +156,37 @@ class _Fitting:
 
     def _fitted(self, rows: Sequence[_Row]) -> tuple[Rule, list[list[str]]]:
         """Returns a rule, and for each row the configs that it answers, now and if the row is left out."""
-        configs = {text: config for row in rows for text, config in row.configs.items()}
-        columns = [text for text in configs if any(row.times.get(text, math.inf) < math.inf for row in rows)]
+        columns = [text for text in self._configs if any(row.times.get(text, math.inf) < math.inf for row in rows)]
         times = np.array([[row.times.get(text, math.nan) for text in columns] for row in rows])
         rule, wanted = tree.fit(
             [(rules.leaves_in(it.call.id.key), texts.call_text(it.call.readable)[:300], it.weight) for it in rows],
             times / np.nanmin(times, axis=1, keepdims=True) - 1,
-            [as_json(configs[text]) for text in columns],
+            [as_json(self._configs[text]) for text in columns],
             self._max_configs,
             self._max_loss,
         )
         return rule, [[columns[place] for place in places] for places in wanted]
 
-    def _fill(self, rows: Sequence[_Row], wanted: Sequence[Iterable[str]]) -> bool:
+    def _fill(self, rows: Sequence[_Row], wanted: Sequence[Sequence[str]]) -> bool:
         """Measures configs for the rows that lack them, as long as the budgets last; returns whether any was."""
-        configs, before = {text: it for row in rows for text, it in row.configs.items()}, self.trials
+        before = self.trials
         for row, those in zip(rows, wanted, strict=True):
-            missing = {text: configs[text] for text in those if text not in row.times}
+            missing = [text for text in those if text not in row.times]
             if missing and self.trials + len(missing) < self._most_trials and time.monotonic() < self._ends_s:
-                self.trials += row.measure(missing)
+                self._measure(row, missing)
         return self.trials > before
+
+    def _measure(self, row: _Row, wanted: Sequence[str]) -> None:
+        """Measures configs next to the best one of a row."""
+        call, found = row.call.call, dict[str, float]()
+        here = {text: call.find(as_json(self._configs[text]), is_listed=True) for text in wanted}
+        usable = {text: config for text, config in here.items() if config is not None and call.keeps(config)}
+        if usable:
+            with contextlib.suppress(TuningFailedError):
+                found = times_ms(call, [row.best, *usable.values()])
+        best_ms = found.get(text_of(row.best), math.inf)
+        row.times |= {text: found.get(text, math.inf) / best_ms if best_ms < math.inf else math.inf for text in wanted}
+        self.trials += len(usable)
 
 
 def fit(
@@ -260,27 +262,24 @@ def _share(max_loss: Any) -> float:
     Raises:
         ValueError: It is neither percent nor a share.
     """
-    share = max_loss
-    if isinstance(max_loss, str):
-        number, is_percent, _ = max_loss.partition("%")
-        share = float(number) / 100 if is_percent and number.strip().replace(".", "", 1).isdigit() else None
+    percent = re.fullmatch(r"\s*(\d+\.?\d*)\s*%\s*", max_loss, re.ASCII) if isinstance(max_loss, str) else None
+    share = float(percent[1]) / 100 if percent else max_loss
     if not is_number(share) or not 0 <= share < 10:
         raise ValueError(f"max_loss={texts.shown(max_loss)} is not valid: give percent, as '3%', or a share, as 0.03")
     return share
 
 
-def tune_now(call: BoundCall) -> TuningResult:
-    """Tunes for a call of a function, and remembers nothing of it in other calls."""
-    return Tuner(call.function).tune(call)
+def times_ms(call: BoundCall, configs: Sequence[Config]) -> dict[str, float]:
+    """Returns the times of a few configs that are measured next to each other, by their texts; see `times_of`."""
+    return times_of(swept(call, [*configs], lambda call: Tuner(call.function).tune(call)))
 
 
 def _save(call: KeyedCall, key: str, rule: Rule) -> None:
-    now = findings_now(call.call, Findings(), (), Searched())
     entry = {
         "config": {},
         "fingerprint": call.call.function.fingerprint.parts,
         "versions": versions.versions(),
-        "created": now.created,
+        "created": findings_now(call.call, Findings(), (), Searched()).created,
         rules.FIELD: rule.to_json(),
     }
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from quarantune.buckets.objects import LARGEST_OBJECT_BYTES, Bucket, StoredObject, StoreError, open_objects
 from quarantune.cache import entries
@@ -67,20 +67,15 @@ def pull(url: StoreURL, store: Store, *, names: Collection[str] | None = None, d
 
     Raises:
         ValueError: there is nothing for a name.
-        StoreError: the store cannot be used, or an object in it is damaged. Functions before it are pulled.
+        StoreError: the store cannot be used, or an object in it is damaged. Nothing is pulled.
         CacheWriteError: the results could not be saved.
     """
-    objects = open_objects(url)
-    is_listed = names is None or "*" in "".join(names)
-    known = objects.names() if is_listed else [safe_name(name) for name in names or ()]
-
-    def fetched() -> Iterator[tuple[str, Contents]]:
-        for name in entries.among(names or ["*"], known, str(url), _REMEDY):
-            if not (contents := decoded(url, name, objects.read(name))):
-                raise ValueError(f"there are no results in {url}/{name}.json: correct the name, or the URL")
-            yield name, contents
-
-    return entries.merge(_DryRun(store.read) if dry_run else store, fetched())
+    objects, wanted = open_objects(url), names or ["*"]
+    is_listed = "*" in "".join(wanted)
+    known = entries.among(wanted, objects.names(), str(url), _REMEDY) if is_listed else map(safe_name, wanted)
+    found = {name: contents for name in known if (contents := decoded(url, name, objects.read(name)))}
+    entries.among(wanted, found, str(url), _REMEDY)
+    return entries.merge(_DryRun(store.read) if dry_run else store, found.items())
 
 
 def decoded(url: StoreURL, name: str, found: StoredObject | None) -> Contents:
@@ -127,5 +122,5 @@ class _Pushing:
                 raise StoreError(f"{self.url}/{name}.json would be too large for readers: push to another prefix")
             if self.bucket.replace(name, data, found.version if found else ""):
                 return
-            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(attempt, 10))))
+            time.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)))
         raise StoreError(f"other jobs have replaced {self.url}/{name}.json {_MOST_ATTEMPTS} times: push again later")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -24,6 +25,7 @@ _SILENCE_S = 30.0
 _PROBE = ".probe"
 """Name of the object that shows whether a server keeps to conditions. No function has a safe name like this."""
 _NOT_MODIFIED = 304
+_RANGE = f"bytes=0-{LARGEST_OBJECT_BYTES}"
 _TOO_LARGE = f"an object is larger than {LARGEST_OBJECT_BYTES >> 20} MiB, and is not read"
 _MOST_SHOWN = 300
 _LINK = re.compile(r"""href=["']?(?:\./)?([^"'?#/>]+)\.json["'?#>]""", re.IGNORECASE)
@@ -168,14 +170,13 @@ class Bucket:
             StoreError: the object cannot be read.
         """
         with self._asking():
-            # The version comes first: if another process replaces the object in between, this version is too old, and
-            # a write on this condition is refused.
-            about = self._files.info(f"{self._bucket}/{self._key(name)}")
-            version = str(about.get("ETag") or about.get("generation") or "")
-            if about["size"] > LARGEST_OBJECT_BYTES:
+            about = self._files.info(f"{self._bucket}/{self._key(name)}") if known else {}
+            if known and known == str(about.get("ETag") or about.get("generation")):
+                return StoredObject(None, known)
+            version, data = self._read(self._key(name))
+            if len(data) > LARGEST_OBJECT_BYTES:
                 raise StoreError(_TOO_LARGE)
-            is_known = bool(version) and version == known
-            return StoredObject(None if is_known else self._content(self._key(name)), version)
+            return StoredObject(data, version)
         return None
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -193,21 +194,19 @@ class Bucket:
             StoreError: the server refused for another reason, or gave no answer.
         """
         with self._asking(is_new=not version):
-            try:
-                self._write(self._key(name), data, version)
-                return True
-            except Exception as error:
-                if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
-                    raise
+            self._write(self._key(name), data, version)
+            return True
         return False
 
     def _filesystem(self, **options: bool) -> Any:
         from s3fs import S3FileSystem
 
-        return S3FileSystem(max_concurrency=1, **options)  # parts of an object could be of two versions
+        return S3FileSystem(**options)
 
-    def _content(self, key: str) -> bytes:
-        return bytes(self._files.cat_file(f"{self._bucket}/{key}"))
+    def _read(self, key: str) -> tuple[str, bytes]:
+        """Returns the version and the content of an object by one request: parts could be of two versions."""
+        answer = self._files.call_s3("get_object", Bucket=self._bucket, Key=key, Range=_RANGE)
+        return answer["ETag"], asyncio.run_coroutine_threadsafe(answer["Body"].read(), self._files.loop).result()
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
@@ -219,7 +218,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _asking(self, *, is_new: bool = False) -> Iterator[None]:
-        """Ends the block if an object does not exist, and turns other errors into `StoreError`.
+        """Ends the block if an object does not exist or its version differs; turns other errors into `StoreError`.
 
         Args:
             is_new: whether there need not be an object, so that its bucket is missing.
@@ -230,13 +229,16 @@ class Bucket:
             except FileNotFoundError as error:
                 if is_new or self._lacks_bucket(error):
                     raise
+            except Exception as error:
+                if not isinstance(error, FileExistsError) and _status(error) not in (409, 412):
+                    raise
 
     def _lacks_bucket(self, error: FileNotFoundError) -> bool:
         return "bucket" in str(error).lower().replace(self._bucket.lower(), "")
 
 
 class _GoogleBucket(Bucket):
-    """A bucket of Google Cloud Storage. The files of gcsfs are read in parts, and replaced without a condition."""
+    """A bucket of Google Cloud Storage. gcsfs has no condition for replacing a file, and none for reading it."""
 
     never_a_version = "1"
 
@@ -256,8 +258,9 @@ class _GoogleBucket(Bucket):
                 raise StoreError("the bucket does not exist") from None
         return False
 
-    def _content(self, key: str) -> bytes:
-        return bytes(self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1])
+    def _read(self, key: str) -> tuple[str, bytes]:
+        about, data = self._files.call("GET", "b/{}/o/{}", self._bucket, key, headers={"Range": _RANGE}, alt="media")
+        return about["x-goog-generation"], data
 
     def _write(self, key: str, data: bytes, version: str) -> None:
         address = self._files.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{self._bucket}/o"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import random
 import statistics
@@ -21,9 +20,9 @@ from quarantune.calls.key import keyed_to_tune
 from quarantune.calls.rebuilt import described_settings
 from quarantune.cli import calls, functions
 from quarantune.cli.call_texts import GivenCall
+from quarantune.cli.functions import Load
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, message_of, printable_lines
 from quarantune.devices import discovery
-from quarantune.tuning.verification import swept, times_of
 from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, canonical_json, text_of
 from quarantune.values.configs import format_config
@@ -48,8 +47,7 @@ def fit(options: argparse.Namespace, out: Output) -> int:
                     raise InputError(message_of(error)) from error
                 text, record, is_right = message_of(error), {"name": tuned.function.name, "error": str(error)}, False
             else:
-                fields = {name: getattr(report, name) for name in ("name", "device", "skipped", "trials", "seconds")}
-                text, record = str(report), fields | {"rules": [it.to_json() for it in report.rules], "error": None}
+                text, record = str(report), report.to_json() | {"error": None}
             out.line(printable_lines(text))
             records.append(record)
     if not records:
@@ -64,9 +62,8 @@ def _groups(options: argparse.Namespace, out: Output) -> Iterator[tuple[Tuned, A
         tuned = calls.load_kernel(options.function, to_do="fit a rule for")
         yield tuned, {}, [(call, 1.0) for call in calls.make(tuned.function, options)]
         return
-    named, found = functions.recorded_calls(options, options.recorded)
     groups: dict[str, tuple[Tuned, Any, list[tuple[GivenCall, float]]]] = {}
-    for call, status, made, reason in _made(found, named):
+    for call, status, made, reason in _made(*functions.recorded_calls(options, options.recorded)):
         if made is None:
             out.line(printable_lines(f"left out: {call}: {reason or status}"))
         else:
@@ -75,9 +72,8 @@ def _groups(options: argparse.Namespace, out: Output) -> Iterator[tuple[Tuned, A
     yield from groups.values()
 
 
-def _made(found: Iterable[RecordedCall], named: Tuned | None) -> Iterator[tuple[RecordedCall, str, Any, str]]:
+def _made(loaded: Load, found: Iterable[RecordedCall]) -> Iterator[tuple[RecordedCall, str, Any, str]]:
     """Yields recorded calls, each with its status, its function and arguments or None, and the reason for that."""
-    loaded: Any = functools.cache(functions.loaded_by_name) if named is None else lambda *_: named
     here = discovery.platform_and_kind(None)[1]
     for call in found:
         with contextlib.ExitStack() as block:
@@ -92,19 +88,18 @@ def sample(tuned: Sequence[Tuned], number: int, out: Output, *, saves: bool) -> 
     found, records = recording.read(blocks.current().cache_dir, recording.RULED), list[JsonObject]()
     random.shuffle(found)
     named = {each.function.name: each for each in tuned}
-    for name, fn in named.items():
-        for call, status, made, _ in _made([call for call in found if call.name == name], fn):
-            is_due = status == functions.TUNED and made is not None and len(records) < number
-            if is_due and (record := _sampled(fn, call, made[1], saves=saves)) is not None:
-                records.append(record)
-                out.line(printable_lines(record["text"]))
+    for call, status, made, _ in _made(lambda _, name: named.get(name, "it was not named"), found):
+        is_due = status == functions.TUNED and len(records) < number
+        if is_due and (record := _sampled(call, *made, saves=saves)) is not None:
+            records.append(record)
+            out.line(printable_lines(record["text"]))
     losses = [record["loss"] for record in records if record["loss"] is not None]
     mean = f": true loss {statistics.fmean(losses):.1%} on average, {max(losses):.1%} at worst" if losses else ""
     out.line(f"{counted(len(records), 'call')} that a rule answered and nobody tuned{mean}")
     return records
 
 
-def _sampled(fn: Tuned, recorded: RecordedCall, given: GivenCall, *, saves: bool) -> JsonObject | None:
+def _sampled(recorded: RecordedCall, fn: Tuned, given: GivenCall, *, saves: bool) -> JsonObject | None:
     """Returns the losses of a rule for a call, measured next to the best config; None if no rule answers it now."""
     call = keyed_to_tune(fn._tuner.bind(given.args, given.kwargs))
     answer = by_rule.by_rule(call, Situation.of(call.call), fn._tuner.rungs.layers)
@@ -115,7 +110,7 @@ def _sampled(fn: Tuned, recorded: RecordedCall, given: GivenCall, *, saves: bool
         with blocks.settings(on_miss="tune", record=None, disable_cache=not saves):
             best = fn._tuner.tune(call.call).best_config
         ours, theirs = text_of(answer.config), text_of(best)
-        times_ms = times_of(swept(call.call, [best, *([] if ours == theirs else [answer.config])], fits.tune_now))
+        times_ms = fits.times_ms(call.call, [best, *([] if ours == theirs else [answer.config])])
         loss = times_ms[ours] / min(times_ms[ours], times_ms[theirs]) - 1
         reason = f"true loss {loss:.1%} with {format_config(answer.config)}; the best is {format_config(best)}"
     except (TuningFailedError, SandboxError) as error:

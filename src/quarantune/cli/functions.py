@@ -201,7 +201,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Pa
         out: the output.
         recording: the directory of the recorded calls; None for a profile without any.
     """
-    named, found = recorded_calls(options, recording)
+    loaded, found = recorded_calls(options, recording)
     document: JsonObject = {}
     if options.profile is not None:
         from quarantune.cli import profiled  # few commands read a profile
@@ -213,7 +213,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Pa
             return DONE
         out.line()
     counts, records = Counter[str](), []
-    for call, status, (record, text) in _recorded_ends(found, options, named):
+    for call, status, (record, text) in _recorded_ends(found, options, loaded):
         about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
         records.append(about | record)
         if status in (TUNED, _FAILED, _REFUSED):
@@ -226,10 +226,12 @@ def _tune_recorded(options: argparse.Namespace, out: Output, recording: str | Pa
     return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
 
 
-def recorded_calls(
-    options: argparse.Namespace, recording: str | Path | None
-) -> tuple[Tuned | None, list[RecordedCall]]:
-    """Returns the function that the command names, if any, and its recorded calls, the most frequent first.
+Load: TypeAlias = Callable[[str, str], Tuned | str]
+"""Returns the function of a recorded call by its place and its name, or the reason why there is none."""
+
+
+def recorded_calls(options: argparse.Namespace, recording: str | Path | None) -> tuple[Load, list[RecordedCall]]:
+    """Returns the function that the command names, or functions by their names, and the recorded calls.
 
     Args:
         options: the options of the command.
@@ -239,14 +241,15 @@ def recorded_calls(
         InputError: The directory or the function does not exist.
     """
     named = None if options.function is None else calls.load_tuned(options.function)
+    loaded: Load = functools.cache(loaded_by_name) if named is None else lambda *_: named
     if recording is None:
-        return named, []
+        return loaded, []
     directory = Path(os.path.expanduser(recording))
     if not directory.is_dir():
         label = "QUARANTUNE_RECORD=" if options.recorded is None else "--recorded "
         raise InputError(f"{label}{shown(str(recording))} is not a directory: name that of QUARANTUNE_RECORD")
     name = None if named is None else named.function.name
-    return named, [call for call in recorded.read(directory) if name in (None, call.name)]
+    return loaded, [call for call in recorded.read(directory) if name in (None, call.name)]
 
 
 _Made = tuple[Tuned, GivenCall]
@@ -254,14 +257,13 @@ _Ended = tuple[RecordedCall, str, tuple[JsonObject, str]]
 """A call, its status, and its outcome as JSON and as text."""
 
 
-def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: Tuned | None) -> Iterator[_Ended]:
+def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, loaded: Load) -> Iterator[_Ended]:
     """Yields the outcome of each recorded call."""
     at_a_time = 1
     if (executor := blocks.current().executor) is None:
         here = discovery.platform_and_kind(None)[1]
     else:
         at_a_time, here = MOST, distributed.device(executor).device_kind
-    loaded = functools.cache(loaded_by_name) if named is None else lambda *_: named
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
     for _, alike in itertools.groupby(found, key=lambda call: canonical_json(call.jax_settings)):
         while batch := [*itertools.islice(alike, at_a_time)]:
@@ -289,9 +291,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                 yield from (_ended(call, made, TUNED) for call, made in ready)
 
 
-def made_again(
-    call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, again: bool
-) -> tuple[str, _Made | None, str]:
+def made_again(call: RecordedCall, here: str, loaded: Load, *, again: bool) -> tuple[str, _Made | None, str]:
     """Returns the planned status of a call; its function and arguments without values, or None; and the reason."""
     if call.device != here:
         return f"for {call.device}, and not for {here}", None, ""

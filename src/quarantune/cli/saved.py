@@ -193,8 +193,7 @@ def cache_merge(options: argparse.Namespace, out: Output) -> int:
     for other in others:
         report = cache.merge(other)
         out.line(printable_lines(f"{other}: {report}"))
-        keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
-        records.append({"directory": str(other), **keys, "conflicts": _pairs(report.conflicts, "kept", "other")})
+        records.append({"directory": str(other), **_merged(report)})
     out.json(records)
     return DONE
 
@@ -215,9 +214,7 @@ def _transfer(options: argparse.Namespace, out: Output, move: Callable[..., Merg
         store = Store(opened().directory, lock_timeout_s=blocks.current().lock_timeout)
         report = move(url, store, names=options.only, dry_run=options.dry_run)
     out.line(printable_lines(f"{url}: {report}") + ("\nnothing was written (--dry-run)" if options.dry_run else ""))
-    keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
-    conflicts = _pairs(report.conflicts, "kept", "other")
-    out.json({"url": str(url), "dry_run": options.dry_run, **keys, "conflicts": conflicts})
+    out.json({"url": str(url), "dry_run": options.dry_run, **_merged(report)})
     return DONE
 
 
@@ -407,6 +404,12 @@ def _without_key(record: JsonObject) -> JsonObject:
 
 def _keys(keys: Iterable[CacheKey]) -> list[JsonObject]:
     return [_key(key) for key in keys]
+
+
+def _merged(report: MergeReport) -> JsonObject:
+    """Returns the effects of a merge as JSON."""
+    keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
+    return {**keys, "conflicts": _pairs(report.conflicts, "kept", "other")}
 
 
 def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObject]:

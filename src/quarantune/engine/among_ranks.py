@@ -220,8 +220,12 @@ class _Taker(ConfigSource):
             index = self._open.popleft()
             if self._board.take(index):
                 taken[index] = self._configs[index]
+        return self._begun(taken)
+
+    def _begun(self, taken: Mapping[int, Config]) -> dict[int, Config]:
+        """Notes that this rank begins with configs, and returns them."""
         self._taken |= dict.fromkeys(taken, time.monotonic())
-        return taken
+        return dict(taken)
 
     def _add(self, indices: Sequence[int]) -> None:
         """Adds a list: this rank's part of it in order, then the other parts from their ends."""
@@ -260,9 +264,7 @@ class _Leader(_Taker):
         self._returned = [index for index in left if index in self._request.troubled and index not in first]
         kept = {*first, *self._returned}
         self._publish([index for index in left if index not in kept])
-        taken = {index: configs[index] for index in first}
-        self._taken |= dict.fromkeys(taken, time.monotonic())
-        return taken | super().take(_ASKED)
+        return self._begun({index: configs[index] for index in first}) | super().take(_ASKED)
 
     @property
     def is_closed(self) -> bool:
@@ -276,8 +278,7 @@ class _Leader(_Taker):
 
     def take(self, count: int) -> dict[int, Config]:
         """Takes configs from the search, else from the lists."""
-        taken = dict(self._inner.take(count))
-        self._taken |= dict.fromkeys(taken, time.monotonic())
+        taken = self._begun(self._inner.take(count))
         return taken | super().take(count - len(taken))
 
     def ended(self, index: int, trial: Trial) -> None:
@@ -351,10 +352,9 @@ class _Leader(_Taker):
         if late:
             text = "%s: %d configs that other ranks have begun have no trial yet: they run here"
             _logger.info(text, self._request.problem.name, len(late))
-        again = {index: self._configs[index] for index in [*self._returned, *late]}
+        again = self._begun({index: self._configs[index] for index in [*self._returned, *late]})
         self._returned = []
         self._elsewhere = {index: about for index, about in elsewhere if index not in again}
-        self._taken |= dict.fromkeys(again, now)
         return again
 
 

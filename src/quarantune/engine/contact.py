@@ -40,6 +40,8 @@ _REPLY_S = 20.0
 """Longest wait until the peer takes a message, or until one of the addresses has proven to be the submitter."""
 _RETURNS_S, _RETURN_PAUSE_S = 8.0, 0.5
 """Time in which a shard may connect again before both sides give up, and its pause between tries."""
+_HELD_PAUSE_S = 0.1
+"""Time between two looks for a port that another sweep of this process may free."""
 _MOST_BYTES = 16 << 20
 """Longest message."""
 _UNKNOWN_MOST_BYTES = 1 << 14
@@ -57,6 +59,8 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 """These options end a connection 20 s after the last sign of the other machine, even with unacknowledged data."""
 _BACKLOG = 1024
 _Connections: TypeAlias = Generator[tuple[str, socket.socket], None, None]
+_MayGo: TypeAlias = Callable[[int, JsonObject], bool]
+_Check: TypeAlias = Callable[[], None]
 _held: set[int] = set()
 """The chosen ports at which sweeps of this process listen."""
 _holding = new_lock()
@@ -92,7 +96,7 @@ class Contacts:
     """The submitter's side: the connections of all shards of one sweep."""
 
     def __init__(
-        self, may_go: Callable[[int, JsonObject], bool], *, is_local: bool = False, at: Listen | None = None
+        self, may_go: _MayGo, *, is_local: bool = False, at: Listen | None = None, check: _Check = lambda: None
     ) -> None:
         """Begins to listen.
 
@@ -100,10 +104,11 @@ class Contacts:
             may_go: receives the number of a shard that begins, and the description of its process with its `address`;
                 returns whether it should run.
             is_local: whether all shards run on this machine, so other machines need not reach this process.
-            at: the address and the ports to choose from; None for a free port at all addresses.
+            at: the address and the ports to choose from; None for a free port at all addresses. If sweeps of this
+                process use all of them, it waits for one of these sweeps to end.
+            check: runs many times a second while it waits; its errors end the wait.
 
         Raises:
-            PortsHeldError: sweeps of this process use the chosen ports.
             OSError: this process cannot listen at the chosen address, or all chosen ports are in use.
         """
         self._may_go = may_go
@@ -116,7 +121,7 @@ class Contacts:
         self.fault = ""
         """The reason why this process cannot listen; empty if it listens."""
         try:
-            self._listener = _listener(_LOOPBACK if is_local else "", 0) if at is None else _first_free(at)
+            self._listener = _listener(_LOOPBACK if is_local else "", 0) if at is None else _first_free(at, check)
         except OSError as error:  # without connections, shards stop at their deadlines
             if at is not None:
                 raise
@@ -514,31 +519,26 @@ def _listener(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-class PortsHeldError(OSError):
-    """Sweeps of this process use the chosen ports, and one of them will be free."""
-
-
-def _first_free(at: Listen) -> socket.socket:
-    """Returns a socket that listens at the first free port.
+def _first_free(at: Listen, check: _Check) -> socket.socket:
+    """Returns a socket that listens at the first free port; waits if this process uses a port and will free it.
 
     Raises:
-        PortsHeldError: all ports are in use, one of them by this process.
-        OSError: this process cannot listen there, or all ports are in use.
+        OSError: this process cannot listen there, or others use all ports.
     """
-    with _holding:
-        for port in range(at.first, at.last + 1):
-            try:
-                found = _listener(at.host, port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                in_use = error
-            else:
-                _held.add(port)
-                return found
-        if any(port in _held for port in range(at.first, at.last + 1)):
-            raise PortsHeldError
-        raise in_use
+    ports = range(at.first, at.last + 1)
+    while True:
+        with _holding:
+            for port in ports:
+                try:
+                    found = _listener(at.host, port)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or (port == at.last and _held.isdisjoint(ports)):
+                        raise
+                else:
+                    _held.add(port)
+                    return found
+        check()
+        time.sleep(_HELD_PAUSE_S)
 
 
 def _own_addresses() -> tuple[str, ...]:

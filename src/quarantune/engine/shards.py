@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from typing import Any
 
 from quarantune.engine import remote
-from quarantune.engine.contact import MOST_UNKNOWN, Contacts, PortsHeldError
+from quarantune.engine.contact import MOST_UNKNOWN, Contacts
 from quarantune.engine.remote import ConfigEnded, ConfigEntered, ConfigTraced, End
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource, Proof
@@ -150,30 +150,22 @@ class Shards:
         self._contacts.close()
 
     def _listening(self, *, is_local: bool) -> Contacts:
-        """Begins to listen. If sweeps of this process use all chosen ports, waits for one of them to end.
+        """Begins to listen.
 
         Raises:
             EngineError: this process cannot listen at the chosen address.
         """
-        while True:
-            try:
-                contacts = Contacts(self._greet, is_local=is_local, at=self._listen)
-            except PortsHeldError:
-                self._check()
-                time.sleep(_TICK_S)
-                continue
-            except OSError as error:
-                raise EngineError(
-                    f"{self._name}: cannot listen at QUARANTUNE_LISTEN={self._listen}: {error.strerror or error}; give "
-                    f"an address of this machine and free ports, as in ':8790-8799'"
-                ) from error
-            if contacts.fault:
-                _logger.warning(
-                    "%s: cannot listen for shards (%s): trials arrive only when a shard ends",
-                    self._name,
-                    contacts.fault,
-                )
-            return contacts
+        try:
+            contacts = Contacts(self._greet, is_local=is_local, at=self._listen, check=self._check)
+        except OSError as error:
+            raise EngineError(
+                f"{self._name}: cannot listen at QUARANTUNE_LISTEN={self._listen}: {error.strerror or error}; give "
+                f"an address of this machine and free ports, as in ':8790-8799'"
+            ) from error
+        if contacts.fault:
+            text = "%s: cannot listen for shards (%s): trials arrive only when a shard ends"
+            _logger.warning(text, self._name, contacts.fault)
+        return contacts
 
     # Giving out
 

@@ -183,9 +183,7 @@ class Rule(Record):
 
     def ranked(self, leaves: Leaves) -> list[codec.JsonObject]:
         """Returns the configs for a call that the rule answers for, the best first."""
-        values, node = [leaves[part.path] for part in self.parts], self.nodes[0]
-        while not node.is_answer:
-            node = self.nodes[node.yes if node.holds(values) else node.no]
+        node = end_of(self.nodes, [leaves[part.path] for part in self.parts])
         return [self.configs[place] for place in node.configs]
 
     @property
@@ -207,6 +205,14 @@ class Rule(Record):
         for condition, after in ((f"if {node.text(self.parts)}:", node.yes), ("else:", node.no)):
             yield f"{indent}{condition}"
             yield from self._lines(self.nodes[after], f"{indent}  ")
+
+
+def end_of(nodes: Sequence[Node], values: Sequence[Any], most: int = DEEPEST) -> Node:
+    """Returns the node at the end of a walk through a tree that asks at most `most` questions."""
+    node = nodes[0]
+    while most and not node.is_answer:
+        node, most = nodes[node.yes if node.holds(values) else node.no], most - 1
+    return node
 
 
 def leaves_in(key: str) -> Leaves:

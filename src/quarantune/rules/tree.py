@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quarantune.rules.rule import DEEPEST, EQUAL, MULTIPLE, FittedCall, Leaves, Node, Part, Rule
+from quarantune.rules.rule import DEEPEST, EQUAL, MULTIPLE, FittedCall, Leaves, Node, Part, Rule, end_of
 from quarantune.values.codec import JsonObject, canonical_json, is_whole
 
 _UNKNOWN = 1.0
@@ -43,14 +43,6 @@ class _Question(NamedTuple):
     @property
     def is_fixed(self) -> bool:
         return self.ask in (EQUAL, MULTIPLE)
-
-
-class _Grown(NamedTuple):
-    """A node of a tree whose depth is not decided yet: its answer, and its question with two branches if it has one."""
-
-    ranked: tuple[int, ...]
-    node: Node | None = None
-    branches: tuple[_Grown, ...] = ()
 
 
 def parts_of(rows: Sequence[Leaves]) -> tuple[Part, ...]:
@@ -88,23 +80,28 @@ def fit(
     """
     parts, weights = parts_of([row for row, *_ in calls]), np.array([weight for *_, weight in calls])
     values = [[row[part.path] for part in parts] for row, *_ in calls]
-    questions, everyone = list(_questions(parts, values)), np.arange(len(calls))
+    questions, everyone = _questions(parts, values), np.arange(len(calls))
 
-    def grown(some: npt.NDArray[Any], depth: int) -> tuple[_Grown, tuple[int, ...]]:
+    def grown(some: npt.NDArray[Any], depth: int) -> tuple[list[Node], tuple[int, ...]]:
         chosen = choose(table[some], weights[some], max_configs, max_loss)
         costs = np.log1p(_or_unknown(table[:, list(chosen)])) * weights[:, None]
         return _grow(costs, some, questions, depth), chosen
 
+    def answer(call: int, tree: Sequence[Node], chosen: Sequence[int], depth: int) -> int:
+        """Returns the column of the first config in the answer of a tree that does not fail for a call."""
+        ranked = [chosen[it] for it in end_of(tree, values[call], depth).configs]
+        return next((column for column in ranked if table[call, column] != math.inf), ranked[0])
+
     left_out = np.zeros((DEEPEST + 1, len(calls)), int)
     for fold in np.array_split(everyone, min(len(calls), _MOST_FOLDS)):
         tree, chosen = grown(np.setdiff1d(everyone, fold), DEEPEST)
-        for call, depth in itertools.product(fold, range(DEEPEST + 1)):
-            left_out[depth, call] = _first(tree, values[call], depth, chosen, table[call])
+        for call, depth in itertools.product(fold.tolist(), range(DEEPEST + 1)):
+            left_out[depth, call] = answer(call, tree, chosen, depth)
     losses = _or_unknown(table[everyone, left_out])
     means = losses @ weights / weights.sum()
     depth = int(np.argmin(means + _SIMPLER * np.arange(DEEPEST + 1)))
     tree, chosen = grown(everyone, depth)
-    answers = [_first(tree, values[call], depth, chosen, table[call]) for call in everyone]
+    answers = [answer(call, tree, chosen, depth) for call in range(len(calls))]
     own = _or_unknown(table[everyone, answers]).tolist()
     fitted = []
     for (row, text, weight), loss in zip(calls, own, strict=True):
@@ -113,7 +110,7 @@ def fit(
     rule = Rule(
         parts=parts,
         configs=tuple(configs[column] for column in chosen),
-        nodes=tuple(_nodes(tree, 0)),
+        nodes=tuple(node if node.is_answer else dataclasses.replace(node, configs=()) for node in tree),
         calls=tuple(fitted),
         loss=float(means[depth]),
         worst_loss=float(losses[depth].max()),
@@ -165,36 +162,50 @@ def _or_unknown(losses: Table) -> Table:
     return np.where(np.isfinite(losses), losses, _UNKNOWN)
 
 
-def _questions(parts: Sequence[Part], values: Sequence[Sequence[Any]]) -> Iterator[_Question]:
-    """Yields the questions that distinguish calls, the simplest first, and each column of values once."""
+def _questions(parts: Sequence[Part], values: Sequence[Sequence[Any]]) -> list[_Question]:
+    """Returns the questions that distinguish calls, the simplest first, and each column of values once."""
     found: dict[bytes, _Question] = {}
+    for question in _candidates(parts, values):
+        if len(np.unique(question.column)) > 1:
+            found.setdefault(question.column.tobytes(), question)
+    return list(found.values())
 
-    def add(ask: str, of: tuple[int, ...], column: npt.NDArray[Any], value: Any = None) -> None:
-        if len(np.unique(column)) > 1:
-            found.setdefault(column.tobytes(), _Question(ask, of, column, value))
 
-    sizes = {place: np.array([row[place] for row in values], float) for place, it in enumerate(parts) if it.least}
-    for place, column in sizes.items():
-        add("size", (place,), column)
-    single = [question.of[0] for question in found.values()][:_MOST_PAIRED]
+def _candidates(parts: Sequence[Part], values: Sequence[Sequence[Any]]) -> Iterator[_Question]:
+    distinct: dict[bytes, tuple[int, npt.NDArray[Any]]] = {}
+    for place, part in enumerate(parts):
+        if part.least:
+            column = np.array([row[place] for row in values], float)
+            distinct.setdefault(column.tobytes(), (place, column))
+    sizes = list(distinct.values())
+    for place, column in sizes:
+        yield _Question("size", (place,), column)
     for place, part in enumerate(parts):
         for value in part.known:
-            add(
-                EQUAL,
-                (place,),
-                np.array([canonical_json(row[place]) == canonical_json(value) for row in values]),
-                value,
-            )
-    for place, divisor in itertools.product(single, _DIVISORS):
-        add(MULTIPLE, (place,), sizes[place] % divisor == 0, divisor)
-    for one, other in itertools.combinations(single, 2):
-        add("ratio", (one, other), sizes[one] / sizes[other])
-        add("product", (one, other), sizes[one] * sizes[other])
-    yield from found.values()
+            is_equal = [canonical_json(row[place]) == canonical_json(value) for row in values]
+            yield _Question(EQUAL, (place,), np.array(is_equal), value)
+    for (place, column), divisor in itertools.product(sizes[:_MOST_PAIRED], _DIVISORS):
+        yield _Question(MULTIPLE, (place,), column % divisor == 0, divisor)
+    for (one, first), (other, second) in itertools.combinations(sizes[:_MOST_PAIRED], 2):
+        yield _Question("ratio", (one, other), first / second)
+        yield _Question("product", (one, other), first * second)
 
 
-def _grow(costs: Table, calls: npt.NDArray[Any], questions: Sequence[_Question], depth: int) -> _Grown:
-    """Grows a tree greedily: each question saves the most cost, and of equal ones it lies in the widest gap."""
+def _grow(
+    costs: Table, calls: npt.NDArray[Any], questions: Sequence[_Question], depth: int, place: int = 0
+) -> list[Node]:
+    """Grows a tree greedily: each question saves the most cost, and of equal ones it lies in the widest gap.
+
+    Args:
+        costs: a row for each call and a column for each config.
+        calls: the rows of the calls that reach the tree.
+        questions: the questions to choose from.
+        depth: the most questions that the tree asks about one call.
+        place: the position of its root. The tree is a part of another one.
+
+    Returns:
+        The nodes. Those with a question also have the best answer without it.
+    """
     totals = costs[calls].sum(0)
     ranked = tuple(np.argsort(totals, kind="stable").tolist())
     best: tuple[float, float, _Question, float, float] | None = None
@@ -209,12 +220,14 @@ def _grow(costs: Table, calls: npt.NDArray[Any], questions: Sequence[_Question],
             if saved > 0 and (best is None or (saved, gap) > best[:2]):
                 best = saved, gap, question, low, high
     if best is None:
-        return _Grown(ranked)
+        return [Node(configs=ranked)]
     _, _, (ask, of, column, value), low, high = best
     value = value if best[2].is_fixed else _between(ask, low, high)
     is_yes = column[calls] > 0 if best[2].is_fixed else column[calls] <= value
-    branches = tuple(_grow(costs, calls[which], questions, depth - 1) for which in (is_yes, ~is_yes))
-    return _Grown(ranked, Node(ask=ask, of=of, value=value), branches)
+    yes = _grow(costs, calls[is_yes], questions, depth - 1, place + 1)
+    no = _grow(costs, calls[~is_yes], questions, depth - 1, place + 1 + len(yes))
+    node = Node(ask=ask, of=of, value=value, yes=place + 1, no=place + 1 + len(yes), configs=ranked)
+    return [node, *yes, *no]
 
 
 def _between(ask: str, low: float, high: float) -> float:
@@ -223,21 +236,3 @@ def _between(ask: str, low: float, high: float) -> float:
     short = float(f"{middle:.2g}")
     bound = short if low <= short < high else middle
     return bound if ask == "ratio" else max(int(low), int(bound))
-
-
-def _first(tree: _Grown, values: Sequence[Any], depth: int, chosen: Sequence[int], losses: Table) -> int:
-    """Returns the column of the first config in the answer of a tree that does not fail for the call."""
-    while depth and tree.node is not None:
-        tree, depth = tree.branches[not tree.node.holds(values)], depth - 1
-    return next((chosen[it] for it in tree.ranked if losses[chosen[it]] != math.inf), chosen[tree.ranked[0]])
-
-
-def _nodes(tree: _Grown, place: int) -> list[Node]:
-    """Returns the nodes of a tree from a position on. Branches with one answer become that answer."""
-    if tree.node is None:
-        return [Node(configs=tree.ranked)]
-    yes = _nodes(tree.branches[0], place + 1)
-    no = _nodes(tree.branches[1], place + 1 + len(yes))
-    if len(yes) == len(no) == 1 and yes[0].configs[0] == no[0].configs[0]:
-        return yes
-    return [dataclasses.replace(tree.node, yes=place + 1, no=place + 1 + len(yes)), *yes, *no]

@@ -189,7 +189,7 @@ def test_a_pull_adds_to_the_cache_by_the_rules_of_a_merge(tmp_path: Path, bucket
         ValueError, match=r"nothing is cached for 'unknown\*' in 's3://bucket/tuned'\. Correct the URL, or give names"
     ):
         exchange.pull(URL, store, names=["unknown*"])
-    with pytest.raises(ValueError, match=r"there are no results in s3://bucket/tuned/triple\.json"):
+    with pytest.raises(ValueError, match=r"nothing is cached for 'triple' in 's3://bucket/tuned'\. Correct the URL"):
         exchange.pull(URL, store, names=["triple"])
 
 

@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import PROGRAMS, python, run_python
 from store_servers import NEEDED, google_store, new_job, results, s3_store
 
-from quarantune.buckets import orders
+from quarantune.buckets import objects, orders
 from quarantune.buckets.objects import Bucket, StoredObject, StoreError, open_objects
 from quarantune.cache.entry_file import decode_entries, encode
 from quarantune.cache.store import Store
@@ -71,6 +72,19 @@ def test_large_objects_are_of_one_version(url: StoreURL) -> None:
     assert found.data == data
 
 
+def test_an_object_is_read_in_one_request_and_never_in_excess(url: StoreURL, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = opened(url)
+    assert bucket.replace("scale", b"twelve bytes", "")
+    monkeypatch.setattr(bucket._files, "info", None)
+    found = bucket.read("scale")
+    assert found is not None
+    assert found.data == b"twelve bytes"
+    monkeypatch.setattr(objects, "LARGEST_OBJECT_BYTES", 11)
+    monkeypatch.setattr(objects, "_RANGE", "bytes=0-11")
+    with pytest.raises(StoreError, match="an object is larger than"):
+        bucket.read("scale")
+
+
 def test_a_bucket_that_does_not_exist_takes_nothing(url: StoreURL) -> None:
     with pytest.raises(StoreError, match="FileNotFoundError: "):
         opened(missing(url)).replace("scale", b"one", "")
@@ -112,7 +126,7 @@ def test_commands_push_and_pull(url: StoreURL, tmp_path: Path, capsys: pytest.Ca
 
 JOB = """
 import quarantune
-from quarantune.buckets import orders
+from quarantune.buckets import objects, orders
 
 orders.PUSHING_S = 200.0  # more than a busy machine needs
 quarantune.AutoTuner(lambda x, n: x, [{"n": 1}, {"n": 2}], warmup=0, rep=1, name="plain").run(1.0)
@@ -160,19 +174,21 @@ def test_nothing_is_pushed_to_a_server_that_ignores_conditions(
         assert opened(url).names() == []
 
 
+@pytest.mark.parametrize("store", [s3_store, google_store], ids=["s3", "gs"])
 @pytest.mark.parametrize(
     ("jobs", "killed"),
     [pytest.param(8, 4), pytest.param(50, 30, marks=[pytest.mark.slow, pytest.mark.long])],
 )
 def test_jobs_that_push_at_once_lose_nothing(
-    jobs: int, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: int, killed: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for job in range(jobs):
         Store(tmp_path / str(job)).merge("scale", results(*(f"{job} {part}" for part in "abcd"), n=job))
-    with s3_store(tmp_path) as (url, variables):
+    with store(tmp_path) as (url, variables):
         done = json.loads(python(PROGRAMS / "pushers.py", url, tmp_path, jobs, killed, 7, **variables))
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setitem(pytest.importorskip("fsspec").config.conf, "gs", {"token": "anon"})
         found = opened(url).read("scale")
     assert found is not None
     entries = decode_entries(found.data or b"", "scale")["cpu"]  # nothing is torn
