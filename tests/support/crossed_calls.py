@@ -266,7 +266,8 @@ def _told_error(row: Row, error: Exception) -> dict[str, str]:
     may_miss = row["on_miss"] == "error" or row["ask"] in ("run", "tune_many")
     if isinstance(error, quarantune.CacheMissError) and may_miss:
         return {"missed": str(error)}
-    if isinstance(error, quarantune.TuningFailedError) and row["source"] == "failure":
+    has_failed = isinstance(error, quarantune.TuningFailedError) or "configs failed for" in str(error)
+    if has_failed and row["source"] == "failure":
         return {"failed": str(error)}
     return {"refused": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
 
