@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune.functions.binding import jitted_with
@@ -99,6 +100,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     # JAX keeps traces under different metadata apart.
     with (
         unheard(),
+        jax.disable_jit(False),
         jax_traces.outside_of_traces(),
         set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
     ):
