@@ -15,8 +15,8 @@ from shared_python import SharedPython
 
 ROWS = crossings.rows()
 TRIPLES = crossings.rows(crossings.RISKIEST, strength=3)
-QUICK = 6
-"""The number of rows that the quick tier runs, which hold a third of the pairs; the slow tier runs all rows."""
+QUICK = (0, 4, 10, 14, 33, 41, 76, 81)
+"""Quick rows, which hold a third of the pairs. The quick tier runs them, and the slow tier all others."""
 FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
@@ -67,13 +67,13 @@ def test_the_rows_hold_every_pair_and_triple() -> None:
     pairs, triples = (crossings.groups(it, n) for it, n in ((tuple(crossings.FEATURES), 2), (crossings.RISKIEST, 3)))
     assert pairs <= covered(ROWS, 2)
     assert triples <= covered(TRIPLES, 3)
-    assert len(pairs & covered(ROWS[:QUICK], 2)) > len(pairs) / 3
+    assert len(pairs & covered([ROWS[at] for at in QUICK], 2)) > len(pairs) / 3
     assert not [row for row in [*ROWS, *TRIPLES] if not crossings.is_possible(row)]
 
 
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=str(at), marks=[pytest.mark.slow] * (at >= QUICK)) for at, row in enumerate(ROWS)],
+    [pytest.param(row, id=str(at), marks=[pytest.mark.slow] * (at not in QUICK)) for at, row in enumerate(ROWS)],
 )
 def test_a_tuned_call_computes_what_the_untuned_one_does(row: crossings.Row, run: Any) -> None:
     outcome = run(row)
