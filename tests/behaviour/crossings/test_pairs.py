@@ -10,7 +10,7 @@ from typing import Any
 
 import crossings
 import pytest
-from helpers import ROOT, SUPPORT, child_environ
+from helpers import ROOT, SUPPORT, child_environ, compiling_once
 from shared_python import SharedPython
 
 ROWS = crossings.rows()
@@ -22,10 +22,8 @@ FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of both processes. What rows have in common is compiled once, which saves much of their time."""
-    caching = {"MIN_COMPILE_TIME_SECS": "0", "MIN_ENTRY_SIZE_BYTES": "-1"}
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled"))}
-    return FLAGS | compiled | {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in caching.items()}
+    """Variables of both processes. Much of a row's time would go into programs that other rows have compiled."""
+    return FLAGS | compiling_once(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="module")
