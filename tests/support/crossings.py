@@ -141,6 +141,13 @@ REFUSALS: Sequence[Refusal] = (
         "leave `objective` out, or use `tune`",
     ),
     Refusal(
+        ("source", ["rule"]),
+        ("numerics", ["bitwise", "batch_invariant"]),
+        ["fit makes rules for other calls", "numerics=", "leave out numerics (or QUARANTUNE_NUMERICS), or use tune"],
+        "`fit` with `numerics` other than `rounding`",
+        "leave `numerics` out, or use `tune`",
+    ),
+    Refusal(
         ("executor", ["threads"]),
         ("isolation", ["none", "compile"]),
         ["QUARANTUNE_ISOLATION", "executor=", "unset one of them"],

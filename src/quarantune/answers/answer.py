@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from quarantune.calls.call import BoundCall
@@ -53,6 +54,7 @@ class Answer:
         lasts: whether later calls of this process with this key may use it. If not, they look again, because another
             job may find a better answer.
         why: the reason for the defaults, if known.
+        directory: the cache directory with the journal of the sweep; None if unknown.
         result: the result of the sweep, for `MEASURED` only. Remembered answers drop it, because a result holds an
             executable.
     """
@@ -62,6 +64,7 @@ class Answer:
     record: JsonObject = dataclasses.field(default_factory=dict)
     lasts: bool = True
     why: str = ""
+    directory: Path | None = None
     result: TuningResult | None = None
 
     @lazy

@@ -93,7 +93,7 @@ class Layers:
         """Returns the first measured result of the layers, or else their first estimate; reads each layer once."""
         best = None
         for store in self.stores(now):
-            found = self._usable(_entry(store, call), call, now, is_own=not store.read_only)
+            found = self._usable(store, _entry(store, call), call, now)
             if found is not None and (best is None or found.origin is Origin.SAVED):
                 _logger.debug("%s: found in %s", call.id.name, store.label)
                 best = found
@@ -105,21 +105,22 @@ class Layers:
         self, call: KeyedCall, now: Situation, *, other_than: Entry | None = None, afresh: bool = False
     ) -> Answer | None:
         """Returns the usable result in the user's cache now; None if it has none, or only `other_than`."""
-        entry = open_store(now.settings).get(*call.id, afresh=afresh)
-        return None if entry == other_than else self._usable(entry, call, now)
+        entry = (store := open_store(now.settings)).get(*call.id, afresh=afresh)
+        return None if entry == other_than else self._usable(store, entry, call, now)
 
-    def _usable(self, entry: Entry | None, call: KeyedCall, now: Situation, *, is_own: bool = True) -> Answer | None:
+    def _usable(self, store: Store, entry: Entry | None, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns a result of an entry that the call may use, or None.
 
         The config of the result must be one of the call's, and these versions must accept it. If the same versions
         made it, the call must also run the measured program.
 
         Args:
+            store: the layer. If it is the user's cache, a warning explains why an entry cannot serve.
             entry: the entry; None if there is no entry.
             call: the call.
             now: the situation of the call.
-            is_own: whether the entry is in the user's cache. Then a warning explains why it cannot serve.
         """
+        is_own = not store.read_only
         for each in () if entry is None else saved_program.results_in(entry):
             config = self._function.config_of(each, call.call, is_own=is_own)
             if config is None or not self.versions_serve(changed := changed_versions(each), now, is_own=is_own):
@@ -129,7 +130,8 @@ class Layers:
                 continue
             self.differences.pop(call.id, None)
             is_estimate = dict_or_empty(each.get("search")).get("stopped") == ESTIMATED
-            return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, each)
+            origin = Origin.ESTIMATED if is_estimate else Origin.SAVED
+            return Answer(origin, config, each, directory=store.directory)
         if is_own and call.id in self.differences:
             problems.report_once(
                 f"{call.id.name}: the saved result is for another program than this call runs: "

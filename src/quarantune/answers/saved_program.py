@@ -23,6 +23,8 @@ from quarantune.values.trial import Trial
 
 OTHERS = "other_programs"
 """Name of the field, in the entry of the latest result, with results of other programs for the same key."""
+STALE = "stale"
+"""Name of the field, in a result, with the reason why `verify` tunes again. The next result replaces it in any case."""
 _MOST_OTHERS = 7
 _numbers = itertools.count()
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -89,7 +91,8 @@ def results_in(entry: Entry) -> Iterator[Entry]:
 def with_others(offered: Entry, present: Entry) -> Entry:
     """Returns a new entry, with the present entry's results for other programs added."""
     program = _winner_of(offered)
-    kept = [each for each in results_in(present) if program and (it := _winner_of(each)) and not is_same(it, program)]
+    known = [each for each in results_in(present) if STALE not in each]
+    kept = [each for each in known if program and (it := _winner_of(each)) and not is_same(it, program)]
     others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
     return {**offered, OTHERS: others} if others else offered
 

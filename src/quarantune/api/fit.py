@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -89,9 +90,11 @@ class _Row:
     def __init__(self, call: KeyedCall, weight: float, result: TuningResult) -> None:
         self.call, self.weight, self.best = call, weight, text_of(result.best_config)
         found = times_of(result) | {self.best: result.time_ms}
-        self.times = {text: time_ms / result.time_ms for text, time_ms in found.items()}
-        self.configs: dict[str, Config] = {text_of(trial.config): trial.config for trial in result.trials}
-        self.configs[self.best] = result.best_config
+        # A journal also has trials of earlier lists of configs.
+        tried = {text_of(trial.config): trial.config for trial in result.trials} | {self.best: result.best_config}
+        find = functools.partial(call.call.find, is_listed=True)
+        self.configs: dict[str, Config] = {text: it for text, it in tried.items() if find(as_json(it)) is not None}
+        self.times = {text: found[text] / result.time_ms for text in self.configs if text in found}
 
     def measure(self, wanted: Mapping[str, Config]) -> int:
         """Measures configs next to the best one, and returns how many."""
@@ -214,6 +217,12 @@ def fit(
         raise ValueError(f"max_configs={texts.shown(max_configs)} is not valid: give {wanted}")
     if not tuner.function.options.is_by_time:
         raise ValueError(f"{name}: fit compares times: leave out objective, or use tune")
+    numerics = tuner.function.under(blocks.numerics_in_force()).options.numerics
+    if numerics != options.ROUNDING:
+        raise ValueError(
+            f"{name}: fit makes rules for other calls than those it measures, and numerics={numerics!r} takes only "
+            "configs that were compared for the call itself: leave out numerics (or QUARANTUNE_NUMERICS), or use tune"
+        )
     if blocks.current().disable_cache:
         raise ValueError("the cache is off, so no rule could be saved: unset QUARANTUNE_DISABLE_CACHE")
     for args, weight in zip(calls, weights, strict=True):

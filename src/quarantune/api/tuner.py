@@ -94,12 +94,12 @@ class Tuner:
         answer = self.ladder.answer_of(described, now, self.rungs.in_order(self.result))
         if answer.result is not None:
             return answer.result
-        from quarantune.tuning.outcome import call_result  # new results do not need it
+        from quarantune.tuning.outcome import call_result, saved_result  # new results do not need it
 
         if answer.config is not None:
             origins: dict[Origin, FromCache] = {Origin.NEAREST: "nearest", Origin.RULE: "rule"}
             origin = origins.get(answer.origin, True)
-            return call_result(described, answer.config, answer.findings, from_cache=origin)
+            return saved_result(described, answer, from_cache=origin)
         if (failure := self.rungs.memory.failure(described.id)) is not None:
             raise failure
         if now.settings.on_miss == "tune":

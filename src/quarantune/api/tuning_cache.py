@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pkgutil
 import time
@@ -19,7 +18,7 @@ from quarantune.cache.store import Store
 from quarantune.host.locks import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import blocks
-from quarantune.values.codec import JsonObject, as_json, canonical_json, frozen, plain
+from quarantune.values.codec import as_json, canonical_json, frozen, plain
 from quarantune.values.configs import Config
 from quarantune.values.forgetting import forget_choices
 
@@ -311,28 +310,18 @@ class TuningCache:
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
         tuned = [_tuned(function) for function in functions]
-        with blocks.settings(cache_dir=self.directory):
+        if self._store is None:
+            return verification.VerifyReport(())
+        with blocks.settings(cache_dir=self.directory, disable_cache=False):
             return verification.verify(
-                iter(self),
+                self._store,
                 tuned,
                 arguments,
                 tune=lambda call: Tuner(call.function).tune(call),
                 tune_for=lambda calls, weights, by: tune_for(Tuner(calls[0].function), calls, weights, by),
-                complete=self._complete,
                 max_loss_percent=max_loss_percent,
                 again=again,
             )
-
-    def _complete(self, key: CacheKey, program: JsonObject) -> None:
-        """Adds the program to an entry that lacks it."""
-
-        def completed(device: str, problem: str, present: Entry, offered: Entry) -> Entry:
-            is_same = present.get("config") == offered.get("config") and "program" not in present
-            return present | {"program": program} if is_same else present
-
-        if program and (entry := self.entry(*key)) is not None:
-            with contextlib.suppress(CacheWriteError):  # a directory that is only read
-                self._on_disk().put(key.kernel_type, key.device, key.problem_size, entry, prefer=completed)
 
     def _on_disk(self) -> Store:
         """Returns the store.

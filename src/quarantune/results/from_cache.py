@@ -64,7 +64,7 @@ def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
 def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     """Returns the result in an entry, with the trials that the journals have of it."""
     name, key, device = cache_key
-    shares, by = _shares(entry)
+    shares, by = shares_of(entry)
     # Several calls together have no journal: one of this key is of a sweep for one of them.
     journal = [] if shares else Journal(directory, name, device, key).trials()
     trials = {text_of(trial.config): trial for trial in journal}
@@ -80,6 +80,8 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
             if is_concluded:
                 finalists, tie = found, [frozen(config) for config in record["tie"]]
     best = text_of(entry["config"])
+    if (not is_concluded and best not in trials) or _is_another(entry, trials.get(best)):
+        trials, finalists, tie, is_concluded = {}, [], [], False  # the journal is of another result of this key
     if not is_concluded and best in trials and findings.time_ms > 0:
         # The winner has the one time that was saved; the samples of its first measurement are of another.
         known = dataclasses.replace(trials[best], outcome=Outcome.OK, time_ms=findings.time_ms, samples_ms=())
@@ -111,7 +113,17 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     return ResultData(result, entry.get("key_values"), origin)
 
 
-def _shares(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
+def _is_another(entry: Entry, trial: Trial | None) -> bool:
+    """Returns whether the winner's trial in a journal has another program than the winner of an entry."""
+    from quarantune.transport.programs import is_same  # pages of other entries need no JAX
+
+    program = entry.get("program")
+    winner = program.get("winner") if isinstance(program, dict) else None
+    known = trial.program if trial is not None else ""
+    return bool(known) and isinstance(winner, str) and winner != "" and not is_same(known, winner)
+
+
+def shares_of(entry: Entry) -> tuple[tuple[CallShare, ...], str]:
     """Returns the calls that an entry was tuned for together, and by what; none for others or malformed ones."""
     try:
         shares = tuple(map(CallShare.from_json, entry.get("calls", ())))

@@ -22,13 +22,12 @@ from quarantune.functions import versions
 from quarantune.functions.binding import Arguments, bind_config, function_inside, jitted_with
 from quarantune.metrics import KernelMetrics, from_counts
 from quarantune.results import html_report, report, saved_files, times
-from quarantune.results.from_cache import cached_result
+from quarantune.results.from_cache import result_of
 from quarantune.results.report import Row
 from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport import pickling
 from quarantune.transport.executable import from_pickle
-from quarantune.values import blocks
 from quarantune.values.codec import (
     IN_MEMORY,
     DamageError,
@@ -109,6 +108,7 @@ class TuningResult(PlainResult):
         executable: the executable that a worker compiled for `call`, for `save`; None without one.
         call: the call that was tuned, without its arrays.
         structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a loaded result.
+        source: the cache directory and the entry that a result is from; None for others. The trials are in its journal.
         expected_loss: how much longer than the best config the config of a rule takes, as a share; None for others.
     """
 
@@ -116,6 +116,7 @@ class TuningResult(PlainResult):
     executable: bytes | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
     call: Arguments = dataclasses.field(default=((), {}), compare=False, metadata=IN_MEMORY)
     structs: Arguments | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
+    source: tuple[Path, JsonObject] | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
 
     @property
     def speedup(self) -> float | None:
@@ -129,9 +130,9 @@ class TuningResult(PlainResult):
 
     @property
     def failures(self) -> dict[str, int]:
-        """The number of configs that ended in each outcome other than `ok`."""
+        """The number of configs with each outcome that rules a config out whatever its time: failures and `pruned`."""
         counts = count_outcomes(self.trials) or self.counts
-        return {outcome: count for outcome, count in counts.items() if outcome != "ok"}
+        return {name: count for name, count in counts.items() if Outcome(name).is_failure or name == Outcome.PRUNED}
 
     def lowered_text(self) -> str:
         """Compiles the winner in this process for the call that was tuned, and returns the text of the program.
@@ -248,7 +249,7 @@ class TuningResult(PlainResult):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as one self-contained HTML page: the winner, all trials and charts of them.
 
-        For a result from the cache, it reads the trials from the journals in the cache directory, if they exist.
+        For a result from the cache, it reads the trials from the journals in its directory, if they exist.
 
         Args:
             path: the file, such as `matmul.html`; an earlier one is replaced.
@@ -260,14 +261,19 @@ class TuningResult(PlainResult):
 
     def with_trials(self) -> Self:
         """Returns the result; a result from the cache gets the trials of its journal, if that exists."""
-        found = self._cached()
-        return self if found is None else dataclasses.replace(self, **vars(found.result))
+        if (cached := self._cached()) is None:
+            return self
+        found, own = cached.result, self.default_config
+        fields = {name: getattr(found, name) for name in ("trials", "finalists", "tie")}
+        told = dataclasses.replace(self, default_config=found.default_config if own is None else own, **fields)
+        return told._restored(originals([self.best_config, own or {}]))
 
     def _cached(self) -> ResultData | None:
-        """Returns the cache's data of a result from the cache; None for other results, or if nothing is cached."""
-        if self.from_cache is not True or self.trials or not self.name:
+        """Returns the entry that the result is from, with the trials of its journal; None for other results."""
+        if self.source is None or self.trials:
             return None
-        return cached_result(blocks.current().cache_dir, CacheKey(self.name, self.key, self.device))
+        directory, entry = self.source
+        return result_of(directory, CacheKey(self.name, self.key, self.device), entry)
 
     @property
     def _shown(self) -> PlainResult:
@@ -353,11 +359,8 @@ class TuningResult(PlainResult):
 
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # earlier versions saved no config values
         values = rest[0] if rest else {}
-        best = restore(self.best_config, values)
-
-        def restored(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-            return tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in trials)
-
+        loaded = self._restored(values)
+        best = loaded.best_config
         fn: Callable[..., Any] = bind_config(plain, best)
         executable = contents.get(WINNER)
         if executable is not None:
@@ -372,16 +375,21 @@ class TuningResult(PlainResult):
             if reason:
                 told = f"the saved winner {reason}: it is compiled again, and may not be the best here"
                 warnings.warn(told, RuntimeWarning, stacklevel=3)
+        return dataclasses.replace(loaded, fn=fn, executable=executable, call=call)
+
+    def _restored(self, values: Mapping[str, Any]) -> Self:
+        """Returns the result with config values that JSON does not preserve; see `restore`."""
+
+        def restored(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+            return tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in trials)
+
         return dataclasses.replace(
             self,
-            best_config=best,
+            best_config=restore(self.best_config, values),
             trials=restored(self.trials),
             finalists=restored(self.finalists),
             tie=tuple(restore(config, values) for config in self.tie),
             default_config=None if self.default_config is None else restore(self.default_config, values),
-            fn=fn,
-            executable=executable,
-            call=call,
         )
 
 

@@ -150,11 +150,17 @@ class SearchLimits:
         """Returns the budget that ended a search, as a number of trials or of seconds; None for other ends."""
         return {MAX_TRIALS: self.max_trials, TIME_BUDGET: self.time_budget_s}.get(stopped)
 
+    @property
+    def time_budget_text(self) -> str:
+        """The time budget with its unit, in three digits or whole seconds; it may be a remainder of another one."""
+        budget_s = self.time_budget_s or 0.0
+        return f"{budget_s:.3g} s" if budget_s < 100 else f"{budget_s:.0f} s"
+
     def why_ended(self, stopped: str) -> str:
         """Returns in words why a search has ended; empty if it continues, or has tried all configs."""
         ends = {
             MAX_TRIALS: f"{self.max_trials} trials",
-            TIME_BUDGET: f"{self.time_budget_s} s",
+            TIME_BUDGET: self.time_budget_text,
             PATIENCE: f"{self.patience} trials without a gain",
             NO_GAIN: f"its model expected no gain of {LEAST_GAIN:.1%}",
         }

@@ -171,4 +171,4 @@ class Searching(ConfigSource):
         if now < self._ends_at or not (self._is_usable or now >= self._ends_at + self._trial_s):
             return ""
         self._stopped = self._stopped or TIME_BUDGET
-        return f"the time budget of {self._limits.time_budget_s:g} s was over"
+        return f"the time budget of {self._limits.time_budget_text} was over"

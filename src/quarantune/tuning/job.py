@@ -36,7 +36,14 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
 from quarantune.tuning import scatter
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
+from quarantune.tuning.outcome import (
+    call_result,
+    entry_for,
+    failed_sweep,
+    findings_now,
+    more_thorough,
+    saved_result,
+)
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject, as_json
@@ -121,7 +128,11 @@ class Tuning:
         limits, found = SearchLimits.of(call.call.function.options, now.settings), result.findings
         budget = limits.budget(result.stopped) or result.seen  # `auto` sets its own budget
         found = dataclasses.replace(found, search=dataclasses.replace(found.search, budget=budget))
-        answer = Answer(Origin.MEASURED, result.best_config, found.to_json(), result=result)
+        record = entry_for(call, result.best_config, found, {"name": f"tune_for by {result.by}"} if result.by else {})
+        if result.calls:
+            record["calls"] = [share.to_json() for share in result.calls]
+        directory = None if now.settings.disable_cache else now.settings.cache_dir
+        answer = Answer(Origin.MEASURED, result.best_config, record, directory=directory, result=result)
         self._memory.remember(call.id, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
         return answer
 
@@ -159,6 +170,7 @@ class TuningJob:
         self._stopped, self._saw_all = EXHAUSTED, True
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
+        self._far: list[int] = []
         self._ledger = Ledger()
         self._recall = Recall()  # until the journal is read
         self._request = SweepRequest.of(keyed, now.settings, self._ledger)
@@ -213,8 +225,10 @@ class TuningJob:
             if self._search.tries_all:
                 self._prune(progress)
                 self._ledger.recall(self._known_not_to_compile())
-                return self._conclude(self._sweep(progress), progress)
-            return self._conclude(self._sweep_by_search(progress), progress)
+                swept = self._sweep(progress)
+            else:
+                swept = self._sweep_by_search(progress)
+            return self._conclude(self._beyond_estimates(swept, progress), progress)
 
     def _shown_progress(self, total: int = 0) -> Progress:
         """Shows the progress of the job from now on, and returns it."""
@@ -315,13 +329,15 @@ class TuningJob:
         Those with the best estimates always run, because the very best may turn out to be wrong.
         """
         far = [] if self._start_over or not self._options.is_by_time else [*estimates.items()][_FIRST:]
-        return {
+        found = {
             index: dataclasses.replace(
                 pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"
             )
             for index, ratio in far
             if ratio > _FAR and index not in self._ledger.trials and index != self._call.default_index
         }
+        self._far = [*found]
+        return found
 
     # The sweep
 
@@ -391,6 +407,15 @@ class TuningJob:
         self._stopped, self._saw_all = searching.stopped, searching.saw_all
         return swept
 
+    def _beyond_estimates(self, swept: Swept, progress: Progress) -> Swept:
+        """Runs the configs that estimates have left out, the best first, as long as no config works."""
+        while self._far and not any(trial.is_usable for trial in self._ledger.trials.values()):
+            chosen, self._far = self._far[:_FIRST], self._far[_FIRST:]
+            self._ledger.keep({index: it for index, it in self._ledger.trials.items() if index not in chosen})
+            progress.total += len(chosen)
+            swept = self._run({index: self._configs[index] for index in chosen}, set())
+        return swept
+
     def _run(self, configs: Mapping[int, Config], last: Collection[int], source: Searching | None = None) -> Swept:
         """Runs configs, and then those that a search asks for."""
         problem = self._request.problem
@@ -421,7 +446,8 @@ class TuningJob:
         if self._records.directory is None or self._search.tries_all:
             return False
         known = self._tuning.layers.saved(self._keyed, self._now)
-        searched = Searched() if known is None else known.findings.search
+        is_good = known is not None and saved_program.STALE not in known.record
+        searched = known.findings.search if known is not None and is_good else Searched()
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
@@ -580,8 +606,7 @@ class TuningJob:
                 save(self._now.settings, self._key, entry, prefer=more_thorough)
 
     def _result_of(self, answer: Answer) -> TuningResult:
-        assert answer.config is not None
-        return call_result(self._keyed, answer.config, answer.findings, from_cache=True)
+        return saved_result(self._keyed, answer)
 
 
 def callers_error(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from quarantune.answers import saved_program
+from quarantune.answers.answer import Answer
 from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
@@ -18,6 +19,7 @@ from quarantune.functions.binding import Arguments, bind_config
 from quarantune.functions.description import as_structs, is_array
 from quarantune.functions.fingerprint import plain_function
 from quarantune.host.repository import commit_of
+from quarantune.results.from_cache import shares_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult
 from quarantune.results.unfinished import FailedSweep
@@ -72,6 +74,24 @@ def call_result(
         structs=as_structs(call.args, call.kwargs),
         fn=bind_config(call.function.fn, config),
     )
+
+
+def saved_result(keyed: KeyedCall, answer: Answer, *, from_cache: FromCache = True) -> TuningResult:
+    """Returns the result of a call whose config is from an answer; it tells of the entry that the answer is from.
+
+    Args:
+        keyed: the call.
+        answer: the answer; it has a config.
+        from_cache: see `TuningResult`.
+    """
+    assert answer.config is not None
+    result = call_result(keyed, answer.config, answer.findings, from_cache=from_cache)
+    if answer.directory is None:
+        return result
+    (shares, by), made_under = shares_of(answer.record), answer.record.get("versions")
+    known = {str(name): str(it) for name, it in made_under.items()} if isinstance(made_under, dict) else {}
+    source = answer.directory, answer.record
+    return dataclasses.replace(result, calls=shares, by=by, versions=known, source=source)
 
 
 def failed_sweep(keyed: KeyedCall, trials: Iterable[Trial]) -> FailedSweep:
@@ -145,8 +165,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """Chooses between the saved entry and a new one for the same problem.
 
     The new entry wins, unless the saved one comes from a more thorough search of the same space under the same versions
-    and its config is at least as fast. An estimate never replaces a measured entry. An entry for another program also
-    keeps the saved entry's result.
+    and its config is at least as fast, and nobody has found it stale. An estimate never replaces a measured entry. An
+    entry for another program also keeps the saved entry's result.
 
     Args:
         device: the kind of device.
@@ -159,5 +179,5 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     if now.is_estimate != then.is_estimate:
         return present if now.is_estimate else saved_program.with_others(offered, present)
     is_less = now.search.thoroughness < then.search.thoroughness
-    is_kept = is_alike and is_less and now.figure >= then.figure
+    is_kept = is_alike and is_less and now.figure >= then.figure and saved_program.STALE not in present
     return present if is_kept else saved_program.with_others(offered, present)

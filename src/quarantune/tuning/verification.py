@@ -15,9 +15,12 @@ from typing import Any, TypeAlias
 from quarantune.answers import saved_program
 from quarantune.answers.layers import changed_versions, dict_or_empty
 from quarantune.answers.recording import Tune
+from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.entry_file import Entry
 from quarantune.cache.file_names import safe_name
+from quarantune.cache.problems import CacheWriteError
+from quarantune.cache.store import Store
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.calls.rebuilt import CannotRebuildError, described_arguments, described_settings, rebuilt
@@ -116,25 +119,23 @@ class VerifyReport:
 
 
 def verify(
-    records: Iterable[CacheRecord],
+    store: Store,
     functions: Iterable[TunedFunction],
     arguments: Callable[[CacheKey], Arguments | None] | None,
     *,
     tune: Tune,
     tune_for: TuneFor,
-    complete: Callable[[CacheKey, JsonObject], None],
     max_loss_percent: float | None = None,
     again: bool = False,
 ) -> VerifyReport:
     """Measures winners again.
 
     Args:
-        records: the entries.
+        store: the cache.
         functions: the functions of the entries; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
         tune: tunes for a call of a function now.
         tune_for: tunes for several calls now, for a winner that was chosen for several.
-        complete: takes the key of a current entry that lacks its program, and the result of `measured_program`.
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
         again: whether to measure all configs again if a winner is stale or was only estimated.
     """
@@ -146,17 +147,19 @@ def verify(
         for numerics in (None, ROUNDING, BITWISE, BATCH_INVARIANT)
         if numerics != BATCH_INVARIANT or each.options.check_batch is not None
     )
-    for record in (record for record in records if "rule" not in record.entry):
+    for record in (record for record in entries.records(store) if "rule" not in record.entry):
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
+        # An entry may hold results of several programs, and calls use the result of the program that they run.
+        results = [CacheRecord(record.key, each) for each in saved_program.results_in(record.entry)]
         with _settings_of(record.key):
-            verdicts = [_verify(record, function, arguments) for function in named]
-            verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
-            verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
+            verdicts = [(it, _verify(it, function, arguments)) for it in results for function in named]
+            verdicts.append((record, _verified(record, Verdict.UNKNOWN, "no function of this name was given")))
+            used, verified = next((each for each in verdicts if isinstance(each[1], tuple)), verdicts[0])
             if isinstance(verified, tuple):
-                anew = functools.partial(_tuned_again, record.entry, verified[0], tune, tune_for) if again else None
-                verified = _measured(record, *verified, tune, max_loss_percent, anew=anew, complete=complete)
+                anew = functools.partial(_tuned_again, store, used, verified[0], tune, tune_for) if again else None
+                verified = _measured(store, used, *verified, tune, max_loss_percent, anew=anew)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
@@ -220,25 +223,25 @@ def _rebuilt(record: CacheRecord, function: TunedFunction) -> list[Arguments]:
 
 
 def _measured(
+    store: Store,
     record: CacheRecord,
     calls: Sequence[KeyedCall],
     config: Config,
     tune: Tune,
     max_loss_percent: float | None,
     *,
-    anew: Callable[[], TuningResult] | None,
-    complete: Callable[[CacheKey, JsonObject], None],
+    anew: Callable[[Verified], Verified] | None,
 ) -> Verified:
     """Measures one winner again, for all its calls, and replaces it by a new sweep if that is due.
 
     Args:
-        record: the entry.
+        store: the cache.
+        record: the entry, with the result to measure first.
         calls: its calls.
         config: its config.
         tune: tunes for a call now.
         max_loss_percent: see `verify`.
-        anew: tunes for the calls again; None if a stale winner stays.
-        complete: see `verify`.
+        anew: see `_tuned_again`; None if a stale winner stays.
     """
     keyed = calls[0]
     call, default = keyed.call, keyed.call.own_defaults
@@ -260,17 +263,11 @@ def _measured(
     last = looks[-1]
     if found.verdict is Verdict.CURRENT and not is_complete and isinstance(last, TuningResult):
         winner = dataclasses.replace(last.trials[0], config=config)
-        complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
+        if program := saved_program.measured_program(keyed, winner, None, is_here=True):
+            _amend(store, record, {"program": program})
     is_estimate = found.verdict is Verdict.CURRENT and saved.is_estimate
-    if anew is None or not (is_estimate or found.verdict is Verdict.STALE):
-        return found
-    try:
-        result = anew()
-    except (SandboxError, TuningFailedError, ValueError) as error:
-        return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
-    forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
-    reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
-    return dataclasses.replace(found, verdict=Verdict.TUNED_AGAIN, reason=reason)
+    is_due = is_estimate or found.verdict is Verdict.STALE
+    return found if anew is None or not is_due else anew(found)
 
 
 def _looked_at(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult | Trial:
@@ -312,12 +309,58 @@ def _together(looks: Sequence[TuningResult | Trial], weights: Sequence[float]) -
     )
 
 
-def _tuned_again(entry: Entry, calls: Sequence[KeyedCall], tune: Tune, tune_for: TuneFor) -> TuningResult:
-    """Tunes again for the calls of an entry, as it was tuned: for one call, or for several together."""
+def _tuned_again(
+    store: Store, record: CacheRecord, calls: Sequence[KeyedCall], tune: Tune, tune_for: TuneFor, found: Verified
+) -> Verified:
+    """Tunes again for the calls of an entry, as it was tuned: for one call, or for several together.
+
+    The new result replaces the result that was found stale, whatever the budgets of the two searches. If tuning fails,
+    the stale result stays, and the next sweep replaces it.
+
+    Args:
+        store: the cache.
+        record: the entry.
+        calls: its calls.
+        tune: tunes for a call now.
+        tune_for: tunes for several calls now.
+        found: the verdict on the entry.
+
+    Returns:
+        The verdict, with the result that the cache has now.
+    """
+    entry, (call, *_) = record.entry, calls
     _, for_many, by = str(dict_or_empty(entry.get("search")).get("name")).partition("tune_for by ")
-    if not for_many:
-        return tune(calls[0].call)
-    return tune_for([each.call for each in calls], _weights(entry, len(calls)), by)
+    _amend(store, record, {saved_program.STALE: found.reason})
+    try:
+        # Otherwise `tune_for` takes over the measurements of its earlier sweeps.
+        with settings(numerics=call.call.function.options.numerics, always_tune=True):
+            many = [each.call for each in calls]
+            result = tune_for(many, _weights(entry, len(many)), by) if for_many else tune(call.call)
+    except (SandboxError, TuningFailedError, ValueError) as error:
+        return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
+    forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
+    reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
+    now = _entry(store, record.key)
+    if now is None or any(saved_program.STALE in it or it == entry for it in saved_program.results_in(now)):
+        return dataclasses.replace(found, reason=f"{reason}; but the cache could not save it, and keeps its result")
+    return dataclasses.replace(found, verdict=Verdict.TUNED_AGAIN, reason=reason)
+
+
+def _entry(store: Store, key: CacheKey) -> Entry | None:
+    return store.get(key.kernel_type, key.device, key.problem_size, afresh=True)
+
+
+def _amend(store: Store, record: CacheRecord, fields: JsonObject) -> None:
+    """Adds fields to a result on disk, unless another result has replaced it."""
+    key = record.key
+
+    def amended(device: str, problem: str, present: Entry, offered: Entry) -> Entry:
+        results = [it | fields if it == record.entry else it for it in saved_program.results_in(present)]
+        return results[0] | ({saved_program.OTHERS: results[1:]} if results[1:] else {})
+
+    if _entry(store, key) is not None:
+        with contextlib.suppress(CacheWriteError):  # a directory that is only read
+            store.put(key.kernel_type, key.device, key.problem_size, record.entry, prefer=amended)
 
 
 def swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:

@@ -30,7 +30,7 @@ from quarantune.values.texts import shown
 _ENUMERATED = 1000
 """Grid size above which the lists of values, not their combinations, distinguish one grid from others."""
 _MOST_COUNTED = 100_000
-"""Most kept configs to look at when finding out whether the predicate keeps more than a few."""
+"""Most configs to ask about when finding out whether the predicate keeps more than a few."""
 _MOST_REMEMBERED = 200_000
 """Most answers of the predicate to remember for a huge grid."""
 
@@ -168,15 +168,21 @@ class Space(Sequence[Config]):
     def has_more_than(self, count: int, *, besides: Collection[int] = ()) -> bool:
         """Returns whether the space keeps more than `count` configs, looking at no more of them than necessary.
 
-        It looks at a limited number of kept configs, so a large `besides` can hide further ones.
+        It asks about a limited number of configs. If that does not decide it, as in a huge grid whose predicate drops
+        nearly everything, the space counts as larger.
 
         Args:
             count: the number.
             besides: configs that do not count.
         """
-        looked_at = itertools.islice(self.positions(), _MOST_COUNTED)
-        kept = (at for at in looked_at if at not in besides)
-        return next(itertools.islice(kept, count, None), None) is not None
+        for at in range(_MOST_COUNTED):
+            if at >= self.reach(at + 1):
+                return False
+            if at not in besides and self.keeps(at):
+                count -= 1
+            if count < 0:
+                return True
+        return self.reach(_MOST_COUNTED + 1) > _MOST_COUNTED
 
     def positions(self) -> Iterator[int]:
         """Yields the positions of the kept configs, in order."""

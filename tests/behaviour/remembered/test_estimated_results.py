@@ -125,6 +125,22 @@ def test_a_search_starts_with_the_best_estimates() -> None:
     assert trials_of(fn).get("pruned") == 1
 
 
+@pytest.mark.parametrize("search", ["exhaustive", "random"])
+def test_configs_far_behind_run_if_no_other_works(search: str) -> None:
+    @quarantune.autotune([{"n": n} for n in MANY], name="scale", rep=1, ref_fn=None, search=search)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        if n < 18:
+            raise ArithmeticError(f"n={n} is too small")
+        return x * 2
+
+    checked(scale, cycles=MANY)
+    with isolated("none"):
+        (result,) = quarantune.tune_many([(scale, (X,))])
+    assert result.best_config == {"n": 18}
+    assert result.failures == {"error": 17}
+
+
 def test_a_check_adds_estimates_to_earlier_verdicts() -> None:
     fn = kernel()
     call = keyed_to_tune(fn._tuner.bind((X,), {}))

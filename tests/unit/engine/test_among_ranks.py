@@ -25,7 +25,7 @@ from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values import blocks
 from quarantune.values.codec import canonical_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import Outcome, Trial, with_bits
 
 RANKS = 4
 
@@ -100,6 +100,17 @@ def ok(config: Config) -> Trial:
 
 def trial_text(**fields: Any) -> str:
     return canonical_json(dataclasses.replace(ok({"n": 0}), **fields).to_json())
+
+
+def test_a_rank_says_nothing_of_the_bits_of_its_own_data() -> None:
+    program = Program(1)
+    for known in (None, "other"):
+        board = program.board(rank=1, leader=1 if known else 0)
+        board.say(0, dataclasses.replace(ok({"n": 0}), bits=known, digest="12.34"))
+        heard = program.board(rank=0, leader=1 if known else 0).heard(0, {"n": 0})
+        assert heard is not None
+        assert (heard.bits, heard.digest, heard.machine) == (known, "", "rank 1")
+        assert with_bits(heard, "56.78").bits == known
 
 
 @pytest.fixture(autouse=True)

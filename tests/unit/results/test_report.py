@@ -156,6 +156,8 @@ def test_a_results_repr_is_two_lines_and_says_where_it_is_from() -> None:
 
 def test_a_cached_results_table_says_what_is_cached() -> None:
     swept = result_of(*SWEEP, default_time_ms=7.75, created="2026-11-22T09:30:00+00:00")
+    counts = {"ok": 1, "slow": 2, "error": 2, "pruned": 1, "not_run": 3}
+    assert dataclasses.replace(swept, trials=(), counts=counts).failures == {"error": 2, "pruned": 1}
     cached = dataclasses.replace(swept, trials=(), from_cache=True, counts={"ok": 3, "error": 2}, space_size=1000)
     text = " ".join(cached.table(width=60).split())
     assert text.startswith(

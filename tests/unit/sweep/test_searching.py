@@ -272,6 +272,8 @@ def test_waiting_configs_do_not_run_once_no_gain_is_expected() -> None:
         search.ended(index, trial(taken[index], None, Outcome.NOT_RUN))
     assert (search.stopped, search.saw_all) == ("no_gain", False)
     assert limits().why_ended("no_gain") == "the search ended after its model expected no gain of 0.5%"
+    for budget_s, text in ((2 / 3, "0.667 s"), (90.0625, "90.1 s"), (3600.0, "3600 s"), (1234.5678, "1235 s")):
+        assert limits(time_budget_s=budget_s).why_ended("time_budget") == f"the search ended after {text}"
 
 
 def test_a_model_may_end_the_search_while_it_is_asked() -> None:

@@ -250,6 +250,7 @@ def test_the_command_shows_losses_exits_with_1_and_tunes_again(
         tuned.append(blocks.current().cache_dir)
         if len(tuned) == 1:
             raise TuningFailedError("All 3 configs failed", trials=(), key="")
+        saved_as(function, cache_dir, 0.4)
         return TuningResult(best_config={"n": 20_000}, time_ms=0.4, trials=(), key="", device="")
 
     monkeypatch.setattr(Tuner, "tune", tune)

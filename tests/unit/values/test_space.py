@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quarantune.values.configs import check_parameters, configs_made_by
-from quarantune.values.space import expand, grid
+from quarantune.values.space import Space, expand, grid
 
 
 class Size(enum.IntEnum):
@@ -223,3 +223,22 @@ def test_a_key_swallowed_by_keyword_arguments_is_refused() -> None:
     signature = inspect.signature(lambda x, **rest: x)
     with pytest.raises(TypeError, match="not a parameter"):
         check_parameters(grid(BM=[1]), parameters=signature, static_names=frozenset({"BM"}), fn_name="f")
+
+
+def test_a_predicate_is_not_asked_about_a_whole_huge_grid() -> None:
+    asked = itertools.count()
+
+    def keeps_one(config: Any) -> bool:
+        next(asked)
+        return bool(config["a"] == config["b"] == config["c"] == 99)
+
+    huge = Space({name: list(range(100)) for name in "abc"}).where(keeps_one)
+    assert huge.has_more_than(300), "a search then finds what is left"
+    assert next(asked) == 100_000
+    small = Space({"a": [1, 2, 3]}).where(lambda config: config["a"] != 2)
+    assert [small.has_more_than(count) for count in (0, 1, 2)] == [True, True, False]
+    assert not small.has_more_than(0, besides={0, 2})
+    read: list[int] = []
+    generated = Space({"n": n} for n in range(1000) if read.append(n) or True)  # type: ignore[func-returns-value]
+    assert generated.has_more_than(3)
+    assert len(read) < 500
