@@ -346,11 +346,66 @@ def mlp(x: Any, up: Any, down: Any, *, block: int = 0, narrow: bool = True, bug:
     return total.astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def trained_attention(q: Any, k: Any, v: Any, causal: bool, scaled: bool, block: int, bug: str) -> Any:
+    """Attention with the backward pass of flash attention: it computes blocks of probabilities again."""
+    return _attention_forward(q, k, v, causal, scaled, block, bug)[0]
+
+
+def _probabilities(q: Any, k: Any, *, first: int, causal: bool, scaled: bool) -> Any:
+    logits = jnp.matmul(q, k.T, preferred_element_type=jnp.float32) * (1 / math.sqrt(q.shape[1]) if scaled else 1.0)
+    places = first + jnp.arange(len(k))
+    return jnp.where(places[None] <= jnp.arange(len(q))[:, None], logits, -1e30) if causal else logits
+
+
+def _attention_forward(q: Any, k: Any, v: Any, causal: bool, scaled: bool, block: int, bug: str) -> Any:
+    logits = _probabilities(q, k, first=0, causal=causal, scaled=scaled)
+    sums = jax.nn.logsumexp(logits, -1)
+    out = jnp.matmul(jnp.exp(logits - sums[:, None]).astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype), (q, k, v, out.astype(q.dtype), sums)
+
+
+def _attention_backward(causal: bool, scaled: bool, block: int, bug: str, kept: Any, do: Any) -> Any:
+    q, k, v, out, sums = kept
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    mean = jnp.zeros(len(q)) if bug == "missing term" else (_wide(do) * _wide(out)).sum(-1)
+    parts: list[Any] = []
+    total = jnp.zeros(q.shape, jnp.float32)
+    for part in _blocks(len(k), block or len(k)):
+        p = jnp.exp(
+            _probabilities(q, k[part], first=part.start - (bug == "mask off by one"), causal=causal, scaled=scaled)
+            - sums[:, None]
+        )
+        ds = (p * (product(do, v[part].T) - mean[:, None])).astype(q.dtype)
+        if bug == "dropped 8" and part.start == 0:
+            ds = ds.at[:, :8].set(0)
+        total = total + product(ds, k[part])
+        parts.append((product(ds.T, q), product(p.astype(do.dtype).T, do)))
+    scale = (1 / math.sqrt(q.shape[1]) if scaled else 1.0) * (2 if bug == "factor 2" else 1)
+    dk, dv = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    return tuple(each.astype(q.dtype) for each in (total * scale, dk * scale, dv))
+
+
+trained_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def differentiated_attention(q: Any, k: Any, v: Any, *, causal: bool, scaled: bool, **how: Any) -> Any:
+    """Attention in plain JAX, in blocks, or with a backward pass by hand."""
+    if "by_hand" in how:
+        return trained_attention(q, k, v, causal, scaled, how["by_hand"], how.get("bug", ""))
+    if "block" in how:
+        return attention(q, k, v, causal=causal, scaled=scaled, **how)
+    logits = (q @ k.T) * (1 / math.sqrt(q.shape[1]) if scaled else 1.0)
+    if causal:
+        logits = jnp.where(jnp.tri(len(q), len(k), dtype=bool), logits, -1e30)
+    return jax.nn.softmax(logits, -1) @ v
+
+
 def gradient_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function for the gradients of a weighted mean of another function's output."""
 
     def gradients(*args: Any, **how: Any) -> Any:
-        bug = how.pop("bug", "")
+        bug = "" if "by_hand" in how else how.pop("bug", "")
 
         def loss(*args: Any) -> Any:
             found = fn(*args, **how)
@@ -593,6 +648,21 @@ def families(scale: int = 1) -> list[Family]:
                 _bugs("zeros", "scale of 1.02", "lost row"),
             )
         )
+    for dtype, scaled, causal in itertools.product(("float32", "bfloat16"), (True, False), (False, True)):
+        kind = f"{'causal ' if causal else ''}attention{'' if scaled else ' of large logits'} {dtype}"
+        found.append(
+            Family(
+                f"gradient by hand of {kind}",
+                gradient_of(functools.partial(differentiated_attention, causal=causal, scaled=scaled)),
+                _normal(*[(n, 64)] * 3, dtype=dtype),
+                [*_variants(block=[n // 4, n]), *_variants(by_hand=[n // 4, n])],
+                [
+                    *_bugs("missing term", "dropped 8", "factor 2", by_hand=n // 4),
+                    *(_bugs("mask off by one", by_hand=n // 4) if causal else []),
+                    *_bugs("zeros", "scale of 1.02" if dtype == "float32" else "lost row", block=n),
+                ],
+            )
+        )
     return found
 
 
@@ -602,7 +672,8 @@ def judged(family: Family, seed: int) -> Iterator[Judged]:
     defaults = jax.jit(family.fn)
     coarsest = rounding.coarsest_mantissa(defaults.trace(*args).jaxpr.jaxpr, jax.default_backend())
     wanted = [np.asarray(leaf) for leaf in jax.tree.leaves(defaults(*args))]
-    noises = [compare.noise_of(leaf, coarsest=coarsest) for leaf in wanted]
+    is_gradient = family.name.startswith("gradient")
+    noises = [compare.noise_of(leaf, coarsest=coarsest, is_gradient=is_gradient) for leaf in wanted]
     motion = rounding.Motion.of(args, coarsest)
     for run in range(1, rounding.RUNS + 1):
         moved = [

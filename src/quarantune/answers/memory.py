@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quarantune.answers.answer import Answer, Situation
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.locks import new_lock
@@ -18,20 +20,27 @@ class Memory:
 
     def __init__(self) -> None:
         """Remembers nothing yet."""
-        self.answers: dict[ProblemId, Answer] = {}
+        self._answers: dict[tuple[Any, ...], dict[ProblemId, Answer]] = {}
         self._failures: dict[ProblemId, TuningFailedError] = {}
         self._tuned: set[ProblemId] = set()
         self._lock = new_lock()
         on_forgetting(self.forget)
+
+    @property
+    def answers(self) -> dict[ProblemId, Answer]:
+        """The answers for the places of results in force: a block with another cache reads and fills that cache."""
+        return self._answers.setdefault(blocks.places_in_force(), {})
 
     def forget(self, of: Which | None) -> None:
         """Forgets the results and failures that `of` accepts, because their files have changed."""
         if of is None:
             return
         with self._lock:
-            for id in filter(lambda id: of(*id), [*self.answers, *self._failures]):
-                self.answers.pop(id, None)
-                self._failures.pop(id, None)
+            for answers in [*self._answers.values()]:
+                for id in [id for id in answers if of(*id)]:
+                    del answers[id]
+            for id in [id for id in self._failures if of(*id)]:
+                del self._failures[id]
 
     def keep(self, id: ProblemId, answer: Answer) -> None:
         """Keeps an answer from a file; if there are too many answers, forgets the others from files."""

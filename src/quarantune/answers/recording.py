@@ -149,6 +149,7 @@ class RecordedCall(Record):
     call: Arguments | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     _function: TunedFunction | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     _tune: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    _axes: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
 
     @classmethod
     def of(cls, call: KeyedCall, tune: Tune | None = None) -> RecordedCall:
@@ -162,9 +163,10 @@ class RecordedCall(Record):
             arguments=call.arguments,
             bucket=None if call.values == call.arguments else call.values,
             jax_settings=call.jax_state,
-            call=None if tune is None else _without_values(call.call),
+            call=None if tune is None else _without_values(call),
             _function=call.call.function,
             _tune=tune,
+            _axes=call.axes,
         )
 
     @property
@@ -186,7 +188,7 @@ class RecordedCall(Record):
         """
         if self.call is None or self._function is None or self._tune is None:
             raise TypeError(f"{self}: another process recorded this call: use `quarantune tune --recorded`")
-        call = BoundCall(self._function, *self.call)
+        call = BoundCall(self._function, *self.call, axes=self._axes)
         if (now := keyed(call).jax_state) != self.jax_settings:
             met = f"it was recorded under JAX's settings {self.jax_settings}, and now they are {now}"
             raise ValueError(f"{self}: {met}: tune it under the recorded settings, or from QUARANTUNE_RECORD")
@@ -198,13 +200,16 @@ class RecordedCall(Record):
         return f"{self.name}({call_text(self.arguments)})"
 
 
-def _without_values(call: BoundCall) -> Arguments:
+def _without_values(keyed: KeyedCall) -> Arguments:
+    call, axes = keyed.call, keyed.axes
+
     def has_shape(leaf: Any) -> bool:  # to a plain function, a struct is not NumPy's array
         return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
 
-    return with_leaves(
-        call.args, call.kwargs, has_shape, lambda array: struct_of(array).update(sharding=sharding_of(array))
-    )
+    def described(array: Any) -> Any:
+        return struct_of(array).update(sharding=sharding_of(array) if axes is None else axes.sharding_of(array))
+
+    return with_leaves(call.args, call.kwargs, has_shape, described)
 
 
 def note(

@@ -26,6 +26,7 @@ from typing import (
 import jax
 import numpy as np
 
+from quarantune.answers.answer import Origin
 from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
@@ -36,7 +37,7 @@ from quarantune.values import blocks
 from quarantune.values.blocks import settings
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.forgetting import forget_choices, on_forgetting
-from quarantune.values.options import OptionKeywords, Options, checked_options, show_options
+from quarantune.values.options import ROUNDING, OptionKeywords, Options, checked_options, show_options
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -486,7 +487,8 @@ class Autotuned(TunedCallable[_P, _R]):
                 with self._tuner.scope(call, None):
                     return self.__wrapped__(*args, **kwargs)
             config = answer.config
-            bound = bind_config(self.__wrapped__, config)
+            is_exact = call.function.options.numerics != ROUNDING and answer.origin is not Origin.ASSIGNED
+            bound = bind_config(self.__wrapped__, config, is_exact=is_exact)
             if not answer.lasts:
                 with self._tuner.scope(call, config):
                     return bound(*args, **kwargs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overloa
 
 from quarantune.api.autotune import Autotuned, Described, TunedCallable, memo_key, read_context, remember
 from quarantune.api.tuner import Tuner
+from quarantune.cache.problems import report_once
 from quarantune.functions.binding import assignment_in_force, describe_function
 from quarantune.host.frames import own_frames_hidden
 from quarantune.host.locks import lazy
@@ -15,7 +16,14 @@ from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.values import blocks
 from quarantune.values.configs import Config
-from quarantune.values.options import ContextualKeywords, Options, checked_options, show_options
+from quarantune.values.options import (
+    BATCH_INVARIANT,
+    NO_BATCH,
+    ContextualKeywords,
+    Options,
+    checked_options,
+    show_options,
+)
 
 if TYPE_CHECKING:
     from quarantune.tuning.contextual_job import ContextualFunction
@@ -79,6 +87,8 @@ def contextual_autotune(fn: Callable[..., Any] | None = None, /, **options: Unpa
         >>> list(layer.lookup(jnp.ones(2**18)).values())
         [{'batch': 64}]
     """
+    if options.get("numerics") == BATCH_INVARIANT:
+        raise ValueError(f"contextual_autotune {NO_BATCH}")
     checked = checked_options("contextual_autotune", {"rep": _RUNS, **options}, lacking=_INSTEAD)
     assignment.context()
 
@@ -120,12 +130,18 @@ class Contextual(TunedCallable[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
+        numerics = blocks.numerics_in_force()
+        if numerics == BATCH_INVARIANT:
+            report_once(
+                f"{self.name} runs with the results of each of its kernels alone: contextual_autotune {NO_BATCH}"
+            )
+            return self.__wrapped__(*args, **kwargs)
         if (outer := assignment_in_force.get()) is not None:  # the outer contextual function tunes as a whole
             if outer.note is not None:
                 self._tuner.choice(self._tuner.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
-        place = read_context(), key, blocks.numerics_in_force()
+        place = read_context(), key, numerics
         text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():
@@ -167,7 +183,8 @@ class Contextual(TunedCallable[_P, _R]):
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
         from quarantune.tuning.contextual_job import chosen_in
 
-        config = self._tuner.lookup(self._tuner.bind(args, kwargs))
+        is_tuned = blocks.numerics_in_force() != BATCH_INVARIANT
+        config = self._tuner.lookup(self._tuner.bind(args, kwargs)) if is_tuned else None
         return None if config is None else chosen_in(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -59,7 +59,7 @@ def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Execut
     tunes = [_tune_of(call) for call in calls]
     done: list[None] = []
     engine = blocks.current().executor if executor is None else executor
-    with own_frames_hidden(), blocks.settings(executor=engine):
+    with own_frames_hidden(), blocks.settings(executor=engine, record=None):  # a call that was recorded is tuned now
         try:
             outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
         except KeyboardInterrupt as error:

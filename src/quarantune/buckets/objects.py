@@ -228,8 +228,11 @@ class Bucket:
             try:
                 yield
             except FileNotFoundError as error:
-                if is_new or "bucket" in str(error).lower().replace(self._bucket.lower(), ""):
+                if is_new or self._lacks_bucket(error):
                     raise
+
+    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
+        return "bucket" in str(error).lower().replace(self._bucket.lower(), "")
 
 
 class _GoogleBucket(Bucket):
@@ -243,6 +246,15 @@ class _GoogleBucket(Bucket):
         from gcsfs import GCSFileSystem
 
         return GCSFileSystem(**options)
+
+    def _lacks_bucket(self, error: FileNotFoundError) -> bool:
+        # gcsfs drops the server's reason. Whoever may not list the bucket gets another error than a missing one.
+        with contextlib.suppress(OSError):
+            try:
+                self._files.call("GET", "b/{}/o", self._bucket, maxResults="1")
+            except FileNotFoundError:
+                raise StoreError("the bucket does not exist") from None
+        return False
 
     def _content(self, key: str) -> bytes:
         return bytes(self._files.call("GET", "b/{}/o/{}", self._bucket, key, alt="media")[1])

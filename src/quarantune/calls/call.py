@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -43,6 +43,9 @@ from quarantune.values.configs import (
 )
 from quarantune.values.options import Options
 from quarantune.values.space import Space
+
+if TYPE_CHECKING:
+    from quarantune.transport.manual_axes import Axes
 
 _LAZY: Mapping[Callable[..., bool], str] = {
     inspect.iscoroutinefunction: "returns asyncio.run(...) of this one's result",
@@ -259,12 +262,16 @@ class BoundCall:
         function: the function, under the numerics in force.
         args: the positional arguments of the call.
         kwargs: its keyword arguments.
+        axes: for a recorded call, the axes of `KeyedCall.axes` that were around it.
     """
 
-    def __init__(self, function: TunedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, function: TunedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, axes: Axes | None = None
+    ) -> None:
         self.function = function.under(blocks.numerics_in_force())
         self.args = args
         self.kwargs = dict(kwargs)
+        self.axes = axes
 
     @property
     def name(self) -> str:

@@ -133,8 +133,8 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         platform, kind = discovery.platform_and_kind(min(here, default=None))
     else:
         platform, kind = target.platform, target.device_kind
-    axes = None
-    if is_traced and function.is_jitted:
+    axes = call.axes
+    if axes is None and is_traced and function.is_jitted:
         from quarantune.transport import manual_axes  # calls outside a trace do not need it
 
         axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)

@@ -25,27 +25,29 @@ def bound_batch(
         axes: the axis of the batch, in all arguments or by parameter.
 
     Raises:
-        ValueError: the arguments have no such axis of at least two rows, or named parameters have different lengths.
+        ValueError: the arguments have no such axis, or different lengths there.
     """
     bound = signature_of(fn).bind_partial(*args, **kwargs)
     axis_of = axes if isinstance(axes, Mapping) else dict.fromkeys(bound.arguments, axes)
     leaves = [(leaf, axis) for name, axis in axis_of.items() for leaf in jax.tree.leaves(bound.arguments.get(name))]
     rows = [leaf.shape[axis] for leaf, axis in leaves if is_array(leaf) and leaf.ndim > axis]
     is_unclear = axis_of is axes and (len({*rows}) > 1 or not axis_of.keys() <= bound.arguments.keys())
-    if is_unclear or not rows or rows[0] < 2:
+    if is_unclear or not rows:
         raise ValueError(
             f"{getattr(fn, '__name__', fn)}: check_batch={axes!r} does not fit the call: its arrays have "
-            f"{sorted({*rows}) or 'no'} rows there. Give an axis of at least two rows, or the axis of each parameter "
-            f"with the batch, as in {{'x': 0}}"
+            f"{sorted({*rows}) or 'no'} rows there. Give the axis of the batch, or the axis of each parameter with the "
+            f"batch, as in {{'x': 0}}"
         )
     return bound, axis_of, rows[0]
 
 
 def halved(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: int | Mapping[str, int]
-) -> Arguments:
-    """Returns the arguments of a call with the first half of the batch; see `bound_batch`."""
+) -> Arguments | None:
+    """Returns the arguments of a call with the first half of the batch; None for a batch of one. See `bound_batch`."""
     bound, axis_of, length = bound_batch(fn, args, kwargs, axes)
+    if length < 2:
+        return None
     for name, axis in axis_of.items():
         cut = (slice(None),) * axis + (slice(length // 2),)
         leaves, structure = jax.tree.flatten(bound.arguments[name])

@@ -150,16 +150,18 @@ def jitted_with(fn: Any, config: Config) -> tuple[Any, Config]:
     return (jax_functions.with_compiler_options(fn, options) if options else fn), keywords
 
 
-def bind_config(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
+def bind_config(fn: Callable[..., Any], config: Config, *, is_exact: bool = False) -> Callable[..., Any]:
     """Returns a function that takes the arguments of a call and runs with a config.
 
     Args:
         fn: the function, jitted or not.
         config: the config. Inside a trace the function warns and ignores its compiler options, because JAX accepts
             them only at the outermost jit.
+        is_exact: whether the function runs with its defaults where the options would be ignored, because the bits of
+            the config without its options are unknown.
     """
     jitted, keywords = jitted_with(fn, config)
-    return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, jitted, keywords, config[OPTIONS])
+    return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, config, is_exact=is_exact)
 
 
 def function_inside(bound: Callable[..., Any]) -> Any:
@@ -214,28 +216,32 @@ class _WithOptions:
         keywords: its keyword arguments from the config, like `functools.partial.keywords`.
     """
 
-    def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], config: Config, *, is_exact: bool) -> None:
         self.func = fn
-        self.keywords = keywords
-        self._options = options
-        self._compiled = functools.partial(jitted, **keywords)
-        self._traced = functools.partial(fn, **keywords)
+        self._config = config
+        self._is_exact = is_exact
+        jitted, self.keywords = jitted_with(fn, config)
+        self._compiled = functools.partial(jitted, **self.keywords)
+        self._traced = fn if is_exact else functools.partial(fn, **self.keywords)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled with the options; inside a trace without them."""
         if not jax_traces.is_tracing():
             return self._compiled(*args, **kwargs)
-        name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
-        warn_once(
-            f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX accepts them "
-            f"only at the outermost jit: give them to that jit, jax.jit(..., {OPTIONS}={options})",
-            RuntimeWarning,
-        )
+        name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._config[OPTIONS])
+        runs = f"its config {self.keywords} runs without its {OPTIONS} inside a trace"
+        remedy = f"give them to that jit, jax.jit(..., {OPTIONS}={options})"
+        if self._is_exact:
+            runs = (
+                f"its defaults run inside a trace in place of {self.keywords}, whose bits hold with its {OPTIONS} only"
+            )
+            remedy = f"list configs without {OPTIONS}, or call {name} outside of jax.jit"
+        warn_once(f"{name}: {runs}, because JAX accepts them only at the outermost jit: {remedy}", RuntimeWarning)
         return self._traced(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """Pickles the function and the config."""
-        return bind_config, (self.func, {**self.keywords, OPTIONS: self._options})
+        return functools.partial(bind_config, is_exact=self._is_exact), (self.func, self._config)
 
 
 # --- configs that contextual tuning assigns ---

@@ -235,10 +235,10 @@ def _describe(leaf: Any) -> str:
     return "None" if leaf is None else f"a Python {type(leaf).__name__}"
 
 
-def noise_of(leaf: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None) -> RoundingNoise | None:
-    """Returns a collector of a leaf's deviations; None for a leaf that must be equal."""
+def noise_of(leaf: Any, **about: Any) -> RoundingNoise | None:
+    """Returns a `RoundingNoise` of a leaf, with its keyword arguments; None for a leaf that must be equal."""
     leaf = np.asarray(leaf) if type(leaf) in (float, complex) else leaf
-    return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
+    return RoundingNoise(leaf, **about) if has_dtype(leaf, np.inexact) and leaf.size else None
 
 
 def on_host(leaf: Any) -> HostArray:

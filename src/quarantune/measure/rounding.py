@@ -237,7 +237,9 @@ def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tu
 class RoundingNoise:
     """Collects the deviations of one leaf, and makes its allowance."""
 
-    def __init__(self, wanted: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, wanted: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None, is_gradient: bool = False
+    ) -> None:
         """Begins with no deviations.
 
         Args:
@@ -245,8 +247,12 @@ class RoundingNoise:
             coarsest: the bits in the mantissas of the coarsest type that the program computes with.
             run: calls a jitted function with arguments, on the device that holds this leaf and the outputs of moved
                 runs; None for the host.
+            is_gradient: whether the leaf is a gradient. A backward pass subtracts terms that are nearly equal, such as
+                the two of a saturated softmax. Moved inputs move both alike, so the difference hides their rounding.
+                The terms are as large as elsewhere in the leaf: each element gets the allowance of the whole leaf.
         """
         self._wanted, self._coarsest, self._run = wanted if run else np.asarray(wanted), coarsest, run
+        self._is_gradient = is_gradient
         self._squares: Any = None
         self._unit: Any = None
         self._smooth: Any = None
@@ -289,9 +295,10 @@ class RoundingNoise:
         common = np.asarray([_together(sums, self._wanted.size)[:2] for sums in self._sums] or [(0.0, 0.0)])
         scale, offset = map(float, _COMMON + 5 * self._scale * np.sqrt(np.mean(common**2, 0)))
         spread = self._scale * float(noise)
+        least = math.hypot(base, multiple * float(noise)) if self._is_gradient else 4 * self._wide
         return Allowance(
             rtol=unit,
-            atol=4 * self._wide * float(rms),
+            atol=least * float(rms),
             share=_SHARE,
             block=block,
             column=column,

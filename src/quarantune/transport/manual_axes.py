@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from quarantune.functions.describe import sharding_of
 from quarantune.host.interruptions import answer_of
@@ -54,6 +54,11 @@ class Axes:
                 f"{name} cannot be tuned here: {self.problem}. Give its tunables by hand in this call, or run it with "
                 f"its defaults: with quarantune.settings(on_miss='default')"
             )
+
+    def sharding_of(self, shard: Any) -> NamedSharding | None:
+        """Returns a sharding for a recorded shard: along the axes that it varies along, as far as JAX knows these."""
+        names = tuple(name for name in self.sizes if name in jax_traces.varying_axes(shard))
+        return NamedSharding(self.mesh, PartitionSpec(names)) if self.mesh and names and shard.ndim else None
 
 
 def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes | None:

@@ -362,9 +362,7 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: Abstract
         shards: the shards.
         mesh: the mesh.
     """
-    varying = [
-        jax_traces.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset() for shard in shards
-    ]
+    varying = list(map(_varying, shards))
     is_known = any(varying)
 
     def spread(spec: ArraySpec, axes: frozenset[str]) -> ArraySpec:
@@ -375,6 +373,13 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: Abstract
         return dataclasses.replace(spec, shape=whole, sharding=NamedSharding(mesh, PartitionSpec(names)))
 
     return tuple(map(spread, specs, varying))
+
+
+def _varying(shard: Any) -> frozenset[str]:
+    if isinstance(shard, jax.ShapeDtypeStruct) and isinstance(shard.sharding, NamedSharding):  # of a recorded call
+        names = shard.sharding.spec[0]  # JAX turns a tuple of one name into the name
+        return frozenset({names} if isinstance(names, str) else names)
+    return jax_traces.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset()
 
 
 def _is_container(part: Any) -> bool:

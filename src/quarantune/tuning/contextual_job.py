@@ -40,7 +40,7 @@ from quarantune.tuning.outcome import call_result, failed_sweep, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.errors import SandboxError, TuningFailedError
-from quarantune.values.options import SURROGATE, Options
+from quarantune.values.options import BATCH_INVARIANT, NO_BATCH, SURROGATE, Options
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, Searched, Trial
 
@@ -496,6 +496,16 @@ class ContextualFunction(TunedFunction):
                 f"{self.name}: time_grad has to jit the function again to differentiate it, but jax.jit was given "
                 f"{bound}, which would be lost: leave one or the other out"
             )
+
+    def under(self, numerics: str | None) -> TunedFunction:
+        """Returns the function as it is tuned under an operator's `numerics`; see `TunedFunction`.
+
+        Raises:
+            ValueError: They are batch-invariant, which a time of the whole function cannot show.
+        """
+        if numerics == BATCH_INVARIANT:
+            raise ValueError(f"{self.name}: contextual_autotune {NO_BATCH}")
+        return super().under(numerics)
 
     def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> ContextualFunction:
         """Returns the function with other options; its only config stays."""

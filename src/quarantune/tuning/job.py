@@ -79,6 +79,14 @@ _FAR = 4.0
 """Multiple of the best estimate above which a config does not run. Published winners of TPU kernels reach at most 2."""
 
 
+_UNBOUND = "unbound axis name"
+"""Part of JAX's message for a collective outside of its mesh."""
+_NO_MESH = (
+    "configs failed because they communicate over an axis of the mesh and the function's defaults do not: it was tuned "
+    "on one device; give its tunables defaults that communicate, and it is tuned on a mesh"
+)
+
+
 class Tuning:
     """The last rung, `tune`: finds the config of a call by a sweep, or waits for the job that does."""
 
@@ -571,12 +579,14 @@ class TuningJob:
         return failure
 
     def _log_winner(self, best: Trial, tie: Sequence[Config], *, tried: int, is_untuned: bool) -> None:
-        """Logs the winner of a sweep, and warns if no config won."""
+        """Logs the winner of a sweep, and warns if no config won, or if some had no chance."""
         if is_untuned:
             shown_best = format_config(best.config)
             _logger.warning(
                 "%s: its own defaults (%s) beat all %d configs: calls run with them", self._name, shown_best, tried
             )
+        if self._keyed.axes is None and any(_UNBOUND in trial.message for trial in self._ledger.trials.values()):
+            _logger.warning("%s: %s", self._name, _NO_MESH)
         _logger.info(
             "%s: best of %d is %s: %.4g ms%s",
             self._name,

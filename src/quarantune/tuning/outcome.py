@@ -25,6 +25,7 @@ from quarantune.results.result import TuningResult
 from quarantune.results.unfinished import FailedSweep
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
+from quarantune.values.options import ROUNDING
 from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
 
 
@@ -72,7 +73,7 @@ def call_result(
         executable=executable,
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
-        fn=bind_config(call.function.fn, config),
+        fn=bind_config(call.function.fn, config, is_exact=call.function.options.numerics != ROUNDING),
     )
 
 

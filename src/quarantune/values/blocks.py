@@ -93,11 +93,13 @@ class settings:
             self.tuned.clear()
         if "numerics" in self.values:
             with_numerics.append(self)
-        if self.values.get("always_tune") or self.values.get("record") or "numerics" in self.values:
+        if self.values.get("always_tune") or self.values.get("record") or self.values.keys() & {"numerics", *_PLACES}:
             forget_choices()
 
     def __exit__(self, *_: object) -> None:
         _blocks.set(left(_blocks.get(), self))
+        if not self.values.keys().isdisjoint(_PLACES):
+            forget_choices()
         if "numerics" in self.values:
             with_numerics.remove(self)
 
@@ -116,6 +118,15 @@ _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("
 
 with_numerics: list[settings] = []
 """The blocks of all threads that set `numerics`. In one, choices of other threads do not count, nor last after it."""
+
+
+_PLACES = ("cache_dir", "cache_path")
+"""The settings that name the places of results."""
+
+
+def places_in_force() -> tuple[Any, ...]:
+    """Returns the places of results that the blocks of this thread demand, equal for equal places."""
+    return tuple(block and block.values[name] for name, block in ((name, block_of(name)) for name in _PLACES))
 
 
 def numerics_in_force() -> str | None:

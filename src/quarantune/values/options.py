@@ -36,6 +36,11 @@ SEARCHES = (AUTO, EXHAUSTIVE, RANDOM, SURROGATE)
 ROUNDING, BITWISE, BATCH_INVARIANT = "rounding", "bitwise", "batch_invariant"
 NUMERICS = (ROUNDING, BITWISE, BATCH_INVARIANT)
 """Values of `numerics`."""
+NO_BATCH = (
+    "cannot compare half of a batch with the whole (numerics='batch_invariant'): give its kernels check_batch, and "
+    "tune each alone"
+)
+"""The end of the message that refuses batch-invariant numerics for a function of kernels."""
 
 AUTO_EXHAUSTIVE_MOST = 300
 """Size of the largest space that `auto` tries in full."""

@@ -252,7 +252,9 @@ class Judge:
         numerics, axes = self._options.numerics, self._options.check_batch
         reason: str | None
         try:
-            args, kwargs = batch.halved(self._call.fn, *self._arguments.for_run(), axes or 0)
+            if (halved := batch.halved(self._call.fn, *self._arguments.for_run(), axes or 0)) is None:
+                return found
+            args, kwargs = halved
             half = _flat(jax.block_until_ready(bind_config(self._call.fn, program.config)(*args, **kwargs)))
             rows = iter(batch.first_rows(_flat(output).values, half.values))
             reason = bits.difference(half, half.mapped(lambda _: next(rows)))
@@ -375,10 +377,15 @@ class Judge:
         """
         if self._fixed is not None:
             return (self._fixed,) * len(own.leaves)
-        device, coarsest = self._shortcut, program.coarsest
+        device, coarsest, outputs = self._shortcut, program.coarsest, len(own.output.leaves)
         noises = [
-            compare.noise_of(leaf, coarsest=coarsest, run=device.run if device and device.is_narrow(leaf) else None)
-            for leaf in own.leaves
+            compare.noise_of(
+                leaf,
+                coarsest=coarsest,
+                run=device.run if device and device.is_narrow(leaf) else None,
+                is_gradient=place >= outputs,
+            )
+            for place, leaf in enumerate(own.leaves)
         ]
         if any(noises):
             # After an error (too little memory, or no floats), the noise is from the runs before it.

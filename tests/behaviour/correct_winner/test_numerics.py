@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import change_version, ends, everywhere, isolated
+from tuned_functions import here
 
 import quarantune
+from quarantune.functions.binding import bind_config
 from quarantune.host.process import in_sandbox
 from quarantune.results.bits_report import exact_winner
 from quarantune.values.trial import Outcome, Trial
@@ -62,9 +64,9 @@ def nearly(x: Any, do: str = "exact") -> Any:
 
 @functools.partial(jax.jit, static_argnames=["do"])
 def slowly(x: Any, do: str = "exact") -> Any:
-    """The same, with defaults that take far longer than the config `next`."""
+    """The same, with defaults that take far longer than the configs `next` and `soon`."""
     y = nearly(x, do)
-    return y if do == "next" else jax.lax.fori_loop(0, 100, lambda _, y: 0 * jnp.sin(y) + 2 * x, y)
+    return y if do in ("next", "soon") else jax.lax.fori_loop(0, 100, lambda _, y: 0 * jnp.sin(y) + 2 * x, y)
 
 
 def found(result: quarantune.TuningResult, name: str = "kind") -> dict[str, str | None]:
@@ -286,6 +288,62 @@ def test_configs_whose_rows_depend_on_the_batch_are_told_and_may_be_refused() ->
     assert "too few rows" in exact.trials[2].message
     with pytest.raises(quarantune.TuningFailedError, match="cannot be compared"):  # the weights have 16 rows, too
         quarantune.AutoTuner(layer, configs, check_batch=0, numerics="batch_invariant", rep=3).run(X[:16], w)
+
+
+@pytest.mark.parametrize("numerics", ["rounding", "batch_invariant"])
+def test_a_batch_of_one_is_tuned_without_its_half(numerics: Any) -> None:
+    configs = {"do": ["plain", "varies"]}
+    with here():
+        tuner = quarantune.AutoTuner(layer, configs, check_batch={"x": 0}, numerics=numerics, rep=3)
+        result = tuner.run(X[:1], np.ones((16, 16), np.float32))
+    assert {trial.batch for trial in result.trials} == {None}
+    assert result.best_config in ({"do": "plain"}, {"do": "varies"})
+
+
+@quarantune.autotune({"do": ["plain", "varies"]}, check_batch={"x": 0}, rep=3)
+@functools.partial(jax.jit, static_argnames=["do"])
+def kernel(x: Any, w: Any, do: str = "plain") -> Any:
+    return layer(x, w, do)["y"]
+
+
+def test_a_contextual_function_leaves_batches_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quarantune.contextual_autotune(jax.jit(lambda x, w: kernel(x, w) + 1), name="model", rep=3)
+    x, w = X[:16], np.ones((16, 16), np.float32)
+    monkeypatch.setenv("QUARANTUNE_NUMERICS", "batch_invariant")
+    with here(), pytest.warns(quarantune.CacheWarning, match="model runs with the results of each of its kernels"):
+        np.testing.assert_array_equal(model(x, w), kernel.default(x, w) + 1)
+    assert kernel.lookup(x, w) == {"do": "plain"}
+    assert model.lookup(x, w) is None
+    with pytest.raises(ValueError, match=r"model: contextual_autotune cannot compare half .*: give its kernels"):
+        model.tune(x, w)
+    with pytest.raises(ValueError, match="contextual_autotune cannot compare half of a batch"):
+        quarantune.contextual_autotune(numerics="batch_invariant")
+
+
+# --- compiler options ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numerics", ["rounding", "bitwise"])
+def test_a_trace_keeps_bits_that_a_config_has_by_its_options(numerics: Any) -> None:
+    config = {"do": "next", "compiler_options": {"xla_cpu_enable_fast_math": False}}
+    bound = bind_config(nearly, config, is_exact=numerics == "bitwise")
+    x, following = X[:4], np.nextafter(2 * X[:4], np.float32(np.inf))
+    np.testing.assert_array_equal(bound(x), following)
+    with pytest.warns(RuntimeWarning, match="its defaults run inside" if numerics == "bitwise" else "without its comp"):
+        output = jax.jit(bound)(x)
+    np.testing.assert_array_equal(output, 2 * x if numerics == "bitwise" else following)
+
+
+def test_an_exact_call_inside_jit_runs_no_config_with_options() -> None:
+    configs = [{"do": "soon", "compiler_options": {"xla_cpu_enable_fast_math": False}}]
+    tuned = quarantune.autotune(configs, numerics="bitwise", rep=3)(slowly)
+    with here():
+        result = tuned.tune(X)
+    assert result.best_config == configs[0]
+    with pytest.warns(RuntimeWarning, match="its defaults run inside a trace in place of {'do': 'soon'}"):
+        program = jax.make_jaxpr(lambda x: tuned(x))(X)
+    assert str(program) == str(jax.make_jaxpr(lambda x: slowly(x))(X))
+    assert str(program) == str(jax.make_jaxpr(lambda x: result.fn(x))(X))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tuned_functions import here
 
 import quarantune
 
@@ -53,6 +54,47 @@ def kernel(x: Any, steps: Any, power: int = 1, kind: str = "slow forward") -> An
 
 def loss(tuned: quarantune.Autotuned) -> Any:
     return jax.grad(lambda x: tuned(x, 3)["y"].sum())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def attention_of_rows(q: Any, k: Any, v: Any, do: str) -> Any:
+    return jax.nn.softmax(q @ k.T) @ v  # without 1/sqrt(d): saturated rows have gradients of terms that cancel
+
+
+def attention_and_sums(q: Any, k: Any, v: Any, do: str) -> Any:
+    output = attention_of_rows(q, k, v, do)
+    return output, (q, k, v, output)
+
+
+def attention_backward(do: str, kept: Any, given: Any) -> Any:
+    q, k, v, output = kept
+    p = jax.nn.softmax(q @ k.T)
+    mean = 0 if do == "missing term" else (given * output).sum(-1, keepdims=True)
+    ds = p * (given @ v.T - mean)
+    ds = ds.at[:, :8].set(0) if do == "wrong mask" else ds
+    return ds @ k * (2 if do == "factor 2" else 1), ds.T @ q, p.T @ given
+
+
+attention_of_rows.defvjp(attention_and_sums, attention_backward)
+
+
+@functools.partial(jax.jit, static_argnames=["do"])
+def attention(q: Any, k: Any, v: Any, do: str = "plain") -> Any:
+    if do == "plain":
+        return jax.nn.softmax(q @ k.T) @ v
+    return attention_of_rows(q, k, v, do)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_only_wrong_gradients_of_saturated_attention_are_wrong(dtype: str) -> None:
+    q, k, v = (jnp.asarray(each, dtype) for each in np.random.default_rng(0).normal(size=(3, 256, 64)))
+    bugs = ["factor 2", "missing term", "wrong mask"]
+    with here():
+        result = quarantune.AutoTuner(attention, {"do": ["by hand", *bugs]}, time_grad=True, rep=1).run(q, k, v)
+    told = {trial.config["do"]: trial for trial in result.trials}
+    assert told["by hand"].outcome in ("ok", "slow"), told["by hand"].message
+    assert {do: told[do].outcome for do in bugs} == dict.fromkeys(bugs, "wrong")
 
 
 @pytest.mark.long

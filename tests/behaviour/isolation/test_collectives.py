@@ -25,7 +25,7 @@ from quarantune.values.options import Options
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 PRELUDE = """
-import functools, json, logging, os, sys
+import functools, json, logging, os, sys, warnings
 import jax, jax.numpy as jnp, numpy as np
 import psutil
 import quarantune
@@ -117,6 +117,58 @@ def test_a_function_that_names_no_axis_is_tuned_for_one_shard(run_script: Callab
         np.testing.assert_array_equal(double(X[:4]), 2 * X[:4])
         assert sweeps == ["program.double"], "inside and outside it is one problem"
         """,
+    )
+
+
+@pytest.mark.slow
+def test_recorded_collectives_are_tuned_after_their_program(run_script: Callable[..., None]) -> None:
+    run_script(
+        """
+        def is_laid_out(output, expected, x, weight):
+            return x.shape == (8, 4) and weight.sharding.is_fully_replicated
+
+        @quarantune.autotune([{"n": 0}, {"n": 1}], rep=1, check_fn=is_laid_out, ref_fn=None)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def summed(x, weight, n: int = 0):
+            return jax.lax.psum(x, "data") * weight + n
+
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+        weight = np.full(4, 2, np.float32)
+
+        def program(x, weight):
+            return jax.shard_map(summed, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())(x, weight)
+
+        with quarantune.recording() as calls, warnings.catch_warnings(action="ignore"):
+            jax.jit(program)(X, weight)
+        (listed,) = quarantune.calls_in(program, X, weight)
+        assert [call.identity for call in calls] == [listed.identity]
+        (result,) = quarantune.tune_many(calls)
+        assert quarantune.tune_many([listed])[0].from_cache
+        assert sweeps == ["program.summed"], sweeps
+        output = jax.jit(lambda x, weight: program(x, weight))(X, weight)
+        np.testing.assert_allclose(output, X.reshape(4, 2, 4).sum(0) * 2 + result.best_config["n"])
+        assert sweeps == ["program.summed"], "the program finds the result"
+        """
+    )
+
+
+@pytest.mark.slow
+def test_configs_that_alone_communicate_are_reported(run_script: Callable[..., None]) -> None:
+    run_script(
+        """
+        told = []
+        logging.getLogger("quarantune").handlers[0].emit = lambda record: told.append(record.getMessage())
+
+        @quarantune.autotune([{"way": "gather"}, {"way": "local"}], rep=1, ref_fn=None)
+        @functools.partial(jax.jit, static_argnames=["way"])
+        def ring(x, way: str = "local"):
+            return jax.lax.pmean(x, "i") if way == "gather" else x
+
+        mesh = Mesh(np.array(jax.devices()), ("i",))
+        jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=False))(X)
+        (warning,) = [text for text in told if "communicate" in text]
+        assert warning.endswith("defaults that communicate, and it is tuned on a mesh"), warning
+        """
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tuned_functions import here
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning, TuningCache
@@ -28,6 +29,38 @@ def scaled(configs: Any = CONFIGS, *, name: str = "scaled", **options: Any) -> q
         return x * (n + 1)
 
     return scale
+
+
+# --- the places of results ---------------------------------------------------------------------------------
+
+
+def test_each_block_fills_its_cache_with_a_known_call(tmp_path: Path, sweeps: list[str]) -> None:
+    fn, x = scaled(), jax.numpy.asarray(X)
+    with here():
+        for place in ("a", "b", "a", "b"):
+            with quarantune.settings(cache_dir=tmp_path / place):
+                fn(x)
+                fn(x)
+                assert fn.lookup(x) is not None
+        assert fn.lookup(x) is None
+        fn(x)
+    assert [(tmp_path / place / "scaled.json").exists() for place in "ab"] == [True, True]
+    assert len(sweeps) == 3, "one for each cache"
+
+
+def test_a_block_reads_its_layers_for_a_known_call(tmp_path: Path, sweeps: list[str]) -> None:
+    fn, x = scaled(), jax.numpy.asarray(X)
+    with quarantune.settings(on_miss="default"), pytest.warns(CacheWarning, match="not tuned for this call"):
+        np.testing.assert_array_equal(fn(x), X)
+    with here(), quarantune.settings(cache_dir=tmp_path):
+        result = fn.tune(X)
+        TuningCache().put(result.name, result.key, result.device, {"n": 2})
+    sweeps.clear()
+    with quarantune.settings(cache_path=tmp_path, on_miss="error"):
+        np.testing.assert_array_equal(fn(x), 3 * X)
+    with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError):
+        fn(x)
+    assert not sweeps
 
 
 # --- always_tune --------------------------------------------------------------------------------------------

@@ -240,6 +240,17 @@ def test_calls_that_were_listed_can_be_tuned() -> None:
         quarantune.RecordedCall.from_json(calls[0].to_json()).tune()
 
 
+@pytest.mark.usefixtures("calls")
+def test_listed_calls_are_tuned_although_the_program_records() -> None:
+    add = plus("tuned_now", rep=1)
+    with quarantune.recording() as listed:
+        add(X)
+    with quarantune.settings(isolation="none"), warnings.catch_warnings(action="ignore"):
+        (result,) = quarantune.tune_many(listed)
+    assert not result.from_cache
+    assert add.lookup(X) == result.best_config
+
+
 # --- quarantune tune --recorded -----------------------------------------------------------------------------
 
 

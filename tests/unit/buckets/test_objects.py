@@ -76,6 +76,12 @@ def test_a_bucket_that_does_not_exist_takes_nothing(url: StoreURL) -> None:
         opened(missing(url)).replace("scale", b"one", "")
 
 
+def test_reading_a_bucket_that_does_not_exist_says_so(url: StoreURL) -> None:
+    for ask in (lambda bucket: bucket.read("scale"), lambda bucket: bucket.names()):
+        with pytest.raises(StoreError, match=f"{missing(url)}: .*bucket does not exist"):
+            ask(opened(missing(url)))
+
+
 def test_a_bucket_is_a_layer(url: StoreURL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "FETCHING_S", 60.0)
     new_job()

@@ -30,7 +30,12 @@ def test_named_parameters_have_axes_of_their_own() -> None:
     assert shapes(args) == ((4, 4), (8, 8))
 
 
-@pytest.mark.parametrize("axes", [2, {"x": 0}, {"q": 0, "k": 0}, {"q": 1}])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_batch_of_one_has_no_half(rows: int) -> None:
+    assert batch.halved(fn, (np.ones((rows, 8)), np.ones((8, 8))), {}, {"q": 0}) is None
+
+
+@pytest.mark.parametrize("axes", [2, {"x": 0}, {"q": 0, "k": 0}])
 def test_axes_that_do_not_fit_are_refused_by_their_lengths(axes: Any) -> None:
     structs = jax.ShapeDtypeStruct((4, 1), "float32"), jax.ShapeDtypeStruct((3, 3), "float32")
     with pytest.raises(ValueError, match=r"check_batch=.* does not fit the call"):

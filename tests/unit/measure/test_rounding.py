@@ -375,6 +375,29 @@ def test_non_finite_inputs_are_not_moved() -> None:
     np.testing.assert_array_equal(found, values)
 
 
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_quiet_rows_of_a_gradient_have_the_rounding_of_the_others(is_gradient: bool) -> None:
+    generator = np.random.default_rng(0)
+    wanted = generator.standard_normal((64, 64)).astype(np.float32)
+    wanted[5] *= 1e-2
+    noise = rounding.RoundingNoise(wanted, coarsest=23, is_gradient=is_gradient)
+    for _ in range(rounding.RUNS):  # the deviations do not show that terms cancel in a row
+        noise.add(wanted * (1 + 1e-7 * generator.standard_normal(wanted.shape)).astype(np.float32))
+    allowance = noise.allowance()
+
+    def reason(row: int, **change: float) -> str | None:
+        got = wanted.copy()
+        got[row] = got[row] * change.get("times", 1) + change.get("plus", 0)
+        return compare.compare_numbers(got, wanted, allowance, "output", is_exact=False)
+
+    assert (reason(5, plus=1e-5) is None) == is_gradient
+    for row in (5, 6):
+        assert reason(row, times=2)
+        assert reason(row, times=0)
+        assert reason(row, plus=1e-3)
+    assert reason(slice(None), times=1.02)  # type: ignore[arg-type]
+
+
 def test_one_infinity_or_nan_is_wrong_whatever_the_noise() -> None:
     wanted = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     noise = rounding.RoundingNoise(wanted, coarsest=None)
