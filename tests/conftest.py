@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 import re
@@ -39,12 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.path[:0] = sorted({str(file.parent) for file in files})
     names = [file.stem for file in files]
     first = len(names) * int(config.workerinput["workerid"].removeprefix("gw")) // config.workerinput["workercount"]
+    gc.disable()  # until `pytest_collection_finish`: hardly anything of all this is garbage
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in names[first:] + names[:first]:
             # pytest imports a file that fails again, and reports the reason.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(name)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from looking through all modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -263,11 +263,13 @@ def _shared_memory() -> list[str]:
 
 def _told_error(row: Row, error: Exception) -> dict[str, str]:
     """Returns the outcome of a row that raised."""
-    may_miss = row["on_miss"] == "error" or row["ask"] in ("run", "tune_many")
+    has_tuner = row["ask"] == "run" or is_plain(row)  # which runs defaults only if a miss allows them
+    may_miss = row["on_miss"] == "error" or row["ask"] == "tune_many" or has_tuner
     if isinstance(error, quarantune.CacheMissError) and may_miss:
         return {"missed": str(error)}
     tunes = row["on_miss"] == "tune" or row["ask"] not in ("call", "lookup", "run", "tune_many", "contextual")
-    if isinstance(error, quarantune.TuningFailedError) and row["source"] == "failure" and tunes:
+    has_failed = isinstance(error, quarantune.TuningFailedError) or "configs failed for" in str(error)
+    if has_failed and row["source"] == "failure" and tunes:
         return {"failed": str(error)}
     return {"refused": f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
 

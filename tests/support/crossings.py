@@ -199,11 +199,20 @@ REFUSALS: Sequence[Refusal] = (
 )
 
 REFUSED: Mapping[Pair, Refusal] = {pair: refusal for refusal in REFUSALS for pair in refusal.pairs()}
+_EXCLUDED = {
+    value: {other for pair in REFUSED if value in pair for other in pair - {value}} for value in set().union(*REFUSED)
+}
+"""The values that a value excludes."""
+
+
+def fits(row: Mapping[str, str], feature: str, value: str) -> bool:
+    """Returns whether no value of a row excludes a further value."""
+    return _EXCLUDED.get((feature, value), set()).isdisjoint(row.items())
 
 
 def is_possible(row: Mapping[str, str]) -> bool:
     """Returns whether no two values of a row exclude each other."""
-    return not any(frozenset(pair) in REFUSED for pair in itertools.combinations(row.items(), 2))
+    return all(fits(row, *each) for each in row.items())
 
 
 def groups(features: Sequence[str], strength: int) -> set[Pair]:
@@ -221,8 +230,7 @@ def completed(values: Mapping[str, str]) -> Row:
     row = dict(values)
     for feature, known in FEATURES.items():
         if feature not in row:
-            others = [{name: value} for name, value in row.items()]
-            row[feature] = next(it for it in known if all(is_possible({**one, feature: it}) for one in others))
+            row[feature] = next(value for value in known if fits(row, feature, value))
     return row
 
 
@@ -246,7 +254,7 @@ def rows(features: Sequence[str] = tuple(FEATURES), strength: int = 2) -> list[R
         for feature in sorted(features, key=lambda each: -len(FEATURES[each])):
             if feature not in row:
                 row[feature] = max(
-                    (value for value in FEATURES[feature] if is_possible({**row, feature: value})),
+                    (value for value in FEATURES[feature] if fits(row, feature, value)),
                     key=lambda value: len(left & _new_groups(row, feature, value, strength)),
                 )
         left -= {frozenset(each) for each in itertools.combinations(row.items(), strength)}

@@ -115,6 +115,15 @@ def child_environ(*path: Path | str, **changes: str | None) -> dict[str, str]:
     return {name: value for name, value in environ.items() if value is not None}
 
 
+def compiling_once(directory: Path) -> dict[str, str]:
+    """Returns variables of processes that compile each program once, and keep it for each other in a directory."""
+    limits = {"MIN_COMPILE_TIME_SECS": "0", "MIN_ENTRY_SIZE_BYTES": "-1"}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(directory),
+        **{f"JAX_PERSISTENT_CACHE_{name}": value for name, value in limits.items()},
+    }
+
+
 def run_python(
     *arguments: object,
     path: Iterable[Path | str] = (),

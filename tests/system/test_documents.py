@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import tomllib
 
@@ -47,6 +48,7 @@ def first_column(text: str) -> list[str]:
     return [name for row in rows for name in code_in(row)]
 
 
+@functools.cache
 def known_tests() -> set[str]:
     names = set()
     for file in (ROOT / "tests").rglob("test_*.py"):

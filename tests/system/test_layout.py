@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,7 @@ def own_file(module: str) -> Path:
     return TESTS / "unit" / path.parent / f"test_{path.name}"
 
 
+@functools.cache
 def imported(file: Path) -> set[str]:
     """Returns the modules of the package that a test file imports, also in its functions and scripts."""
     text, found = file.read_text(encoding="utf-8"), set()

@@ -83,29 +83,39 @@ ENDS = {
 }
 
 
-LONG = (
-    "kill_its_parent",
+SLOW = (
+    "abort",
+    "exit_politely",
+    "fail_namelessly",
     "fail_without_a_class",
     "flood_and_seal",
+    "hang",
+    "hang_deaf_to_signals",
+    "hold_shared_memory",
     "hold_shared_memory_and_die",
+    "kill_its_parent",
+    "leave_a_child",
+    "share_data_with_a_pool",
+    "starve_as_a_daemon",
     "starve_in_a_child",
     "starve_in_shared_memory",
-    "starve_in_a_memfd",
-    "hold_shared_memory",
-    "hold_shared_memory_and_exit",
-    "starve_as_a_daemon",
-    "share_data_with_a_pool",
-    "become_another_program",
-    "kill_its_group",
     "stop_itself",
-    "hang",
-    "flood_forever",
-    "exit_with_7",
-    "leave_a_child",
-    "hang_deaf_to_signals",
-    "hold_shared_memory_and_hang",
 )
 """Misdeeds of the slow tier only, because the quick tier has others of their kind."""
+LONG = (
+    "become_another_program",
+    "exit_with_7",
+    "flood_forever",
+    "hold_shared_memory_and_exit",
+    "hold_shared_memory_and_hang",
+    "kill_its_group",
+    "starve_in_a_memfd",
+)
+"""Misdeeds of the long tier only, because the other tiers have others of their kind."""
+
+
+def marks(misdeed: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (misdeed in SLOW + LONG) + [pytest.mark.long] * (misdeed in LONG)
 
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
@@ -118,11 +128,10 @@ ENLARGING = ("enlarge", "enlarge_mapped")
 
 def test_every_misdeed_is_tested() -> None:
     assert set(ENDS) | {"bomb", *ENLARGING} == set(MISDEEDS)
+    assert not {*SLOW, *LONG} - {*ENDS}
 
 
-@pytest.mark.parametrize(
-    "misdeed", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in ENDS]
-)
+@pytest.mark.parametrize("misdeed", [pytest.param(name, marks=marks(name)) for name in ENDS])
 def test_a_misdeed_gets_its_outcome_and_harms_no_other_config(misdeed: str) -> None:
     limits = haste() if ENDS[misdeed][0][0] == "timeout" else {}
     with nothing_is_left(), quarantune.settings(**limits):

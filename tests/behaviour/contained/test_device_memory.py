@@ -22,7 +22,7 @@ from quarantune.tuning.compile_verdicts import _FailedCompile
 from quarantune.values.options import Options
 from quarantune.values.trial import CompilerFigures, CycleEstimate
 
-X = jnp.arange(64.0)
+X = np.arange(64, dtype=np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=["copies", "log"])

@@ -171,6 +171,16 @@ def test_inside_a_trace_programs_are_compared(monkeypatch: pytest.MonkeyPatch) -
     assert found == [""]
 
 
+def test_programs_agree_although_jit_is_disabled_here() -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0, time_grad=True)
+    @jax.jit(static_argnames=["n"])
+    def calling(x: jax.Array, n: int = 1) -> jax.Array:
+        return jax.jit(jnp.sin)(x) * n / n
+
+    with jax.disable_jit():
+        assert calling.tune(jnp.ones(4)).best_config["n"] in (1, 2)
+
+
 def test_this_process_traces_only_defaults_and_winner() -> None:
     traced = []
 

@@ -33,7 +33,7 @@ from quarantune.cli import entry_point as main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*recorded, to be tuned later", "ignore:.*ON_MISS=nearest")
 
-X = jnp.arange(8.0)
+X = np.arange(8, dtype=np.float32)
 
 
 def plus(name: str, **options: Any) -> Any:

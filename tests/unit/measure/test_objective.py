@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import isolated
 
@@ -28,7 +29,7 @@ from quarantune.sweep.searching import Searching
 from quarantune.values.options import Options
 from quarantune.values.space import Space
 
-X = jnp.arange(64.0)
+X = np.arange(64, dtype=np.float32)
 GRID = {"turns": [2, 4000]}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import isolated
 
@@ -19,7 +19,7 @@ from quarantune.sandbox.messages import REPLIES, Measured
 from quarantune.values import codec
 from quarantune.values.trial import Outcome
 
-X = jnp.arange(8.0)
+X = np.arange(8, dtype=np.float32)
 
 
 class Steps:

@@ -58,7 +58,7 @@ def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 BF16 = jnp.ones(3, jnp.bfloat16)
-INTS = jnp.arange(3)
+INTS = np.arange(3, dtype=np.int32)
 X = np.arange(4, dtype=np.float32)
 EXAMPLES = {
     "array": (BF16, jnp.float32(2)),

@@ -22,7 +22,7 @@ from helpers import python
 import quarantune
 from quarantune.transport import executable
 
-X = jnp.arange(4.0)
+X = np.arange(4, dtype=np.float32)
 
 
 class Evil:

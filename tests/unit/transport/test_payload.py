@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import python
+from helpers import compiling_once, python
 from jax.extend.core import Primitive, primitives
 
 import quarantune
@@ -469,10 +469,11 @@ def wrapped(a):
 """
 
 
-def _run(script: str, directory: Path, *args: object, name: str, path: tuple[Path, ...] = ()) -> None:
+def _run(script: str, directory: Path, out: Path, *, name: str, path: tuple[Path, ...] = ()) -> None:
     file = directory / name
     file.write_text(textwrap.dedent(script))
-    python(file, *args, path=path, cwd=directory, JAX_PLATFORMS="cpu", PYTHONWARNINGS="error")
+    variables = {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error", **compiling_once(out / "compiled")}
+    python(file, out, path=path, cwd=directory, **variables)
 
 
 @pytest.fixture(scope="module")
