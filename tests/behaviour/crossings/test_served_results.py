@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tuned_functions import here
 
 import quarantune
 from quarantune import Outcome, Trial, TuningResult
-from quarantune.api.fit import _Row
+from quarantune.api.fit import _Fitting
 from quarantune.api.tuner import Tuner
 from quarantune.calls.key import keyed
 from quarantune.calls.program import program_of
@@ -229,7 +230,8 @@ def test_fit_refuses_exact_numerics(numerics: str, is_setting: bool, name: str, 
 
 
 def test_a_rule_is_fitted_on_configs_of_the_list_alone(name: str) -> None:
-    call = keyed(sums(name, [{"n": 1}, {"n": 2}])._tuner.bind((X,), {}))
+    tuner = sums(name, [{"n": 1}, {"n": 2}])._tuner
     trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, time_ms=float(n)) for n in (1, 2, 3))
-    row = _Row(call, 1.0, TuningResult(best_config={"n": 1}, time_ms=1.0, trials=trials, key="", device=""))
+    result = TuningResult(best_config={"n": 1}, time_ms=1.0, trials=trials, key="", device="")
+    row = _Fitting(tuner, 8, 0.03, math.inf)._row(keyed(tuner.bind((X,), {})), 1.0, result)
     assert row.times == {'{"n":1}': 1.0, '{"n":2}': 2.0}
