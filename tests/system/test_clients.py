@@ -312,6 +312,7 @@ assert again.best_config == best
     )
 
 
+@pytest.mark.long
 def test_jaxs_own_tpu_kernels_are_tuned_in_tpu_interpret_mode(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,

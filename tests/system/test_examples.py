@@ -64,6 +64,7 @@ def test_an_example_tunes_every_config_and_checks_the_winner(
     assert re.search(verdict, told)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", ["contextual.py"])
@@ -74,6 +75,7 @@ def test_the_contextual_example_reports_each_kernel(example: str, printed: dict[
     assert "agrees with plain JAX" in told
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_hostile_example_shows_every_outcome(tmp_path: Path) -> None:
     deadline = str(deadline_s(2.0))

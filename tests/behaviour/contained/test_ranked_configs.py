@@ -141,6 +141,7 @@ def test_a_config_is_wrong_only_by_its_full_program(compiles: Compiles) -> None:
     assert space[0] in compiles.fully
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_unlisted_defaults_are_compiled_fully(compiles: Compiles) -> None:
     result = tuned({"turns": TURNS[:-1]}).tune(X)
@@ -149,7 +150,7 @@ def test_unlisted_defaults_are_compiled_fully(compiles: Compiles) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", ["fully", "cheaply"])
+@pytest.mark.parametrize("fails", ["fully", pytest.param("cheaply", marks=pytest.mark.long)])
 def test_a_config_fails_only_by_its_full_program(compiles: Compiles, fails: str, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
@@ -196,6 +197,7 @@ def test_a_config_that_was_ruled_out_may_win_a_shorter_list(compiles: Compiles) 
     assert result.trials[0].time_ms is not None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_cheap_times_are_recalled_by_program(compiles: Compiles) -> None:
     """The edit changes no program: measured times are recalled, and configs are ruled out again."""

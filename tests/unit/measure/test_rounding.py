@@ -223,6 +223,7 @@ def test_the_next_config_of_a_used_worker_is_judged_as_well(monkeypatch: pytest.
     assert ends(result.trials) == ["ok", "wrong"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rounding_passes_if_the_function_is_that_sensitive() -> None:
     family = FAMILIES["attention of large logits bfloat16"]

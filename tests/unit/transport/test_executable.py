@@ -240,7 +240,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="forges machine code in an ELF file")
-@pytest.mark.parametrize("do", ["compile", "tune"])
+@pytest.mark.parametrize("do", [pytest.param("compile", marks=pytest.mark.long), "tune"])
 def test_a_program_that_aborts_whoever_loads_it_aborts_no_caller(do: str, tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "program.py").write_text(FORGING)
     said = python(tmp_path / "program.py", do, tmp_path / "saved", JAX_PLATFORMS="cpu").splitlines()
