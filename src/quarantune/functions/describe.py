@@ -92,8 +92,8 @@ def sharding_of(array: Any) -> NamedSharding | None:
     """Returns how an array is laid out over several devices; None if it is on one device, or JAX does not say.
 
     Args:
-        array: an array, a `jax.ShapeDtypeStruct` or a tracer. The sharding of a tracer is known only along explicit
-            axes. Inside `shard_map` a tracer stands for one shard, which is on one device.
+        array: an array, a `jax.ShapeDtypeStruct`, a tracer or its abstract value. The sharding of the last two is known
+            only along explicit axes. Inside `shard_map` a tracer stands for one shard, which is on one device.
 
     Returns:
         The sharding, over a mesh without devices.
@@ -102,7 +102,8 @@ def sharding_of(array: Any) -> NamedSharding | None:
     sharding: Any = getattr(jax.typeof(array) if is_tracer else array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
-    if is_tracer and AxisType.Explicit not in sharding.mesh.axis_types:
+    is_traced = is_tracer or isinstance(array, jax.core.ShapedArray)
+    if is_traced and AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     mesh = _abstract(sharding.mesh)
     return NamedSharding(mesh, sharding.spec) if mesh.size > 1 else None

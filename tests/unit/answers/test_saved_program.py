@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import change_version, python
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning, TuningCache
@@ -84,6 +85,16 @@ def test_a_result_is_not_used_for_another_program(form: str, name: str, monkeypa
             else:
                 with pytest.raises(CacheMissError, match=r"differs in its program: its line 2 is"):
                     uses[form](total(name))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_result_serves_traces_over_arrays_of_a_mesh(name: str) -> None:
+    total(name)(X)  # on one device, as the command tunes recorded calls
+    mesh = AbstractMesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    on_mesh = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, PartitionSpec("d")))
+    with quarantune.settings(on_miss="error"):
+        jax.jit(lambda x: total(name)(x) + 1).trace(on_mesh)
+        jax.jit(jax.vmap(total(name))).trace(jax.ShapeDtypeStruct((2, *X.shape), X.dtype, sharding=on_mesh.sharding))
 
 
 @pytest.mark.usefixtures("here")
