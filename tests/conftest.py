@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import os
 import re
+import signal
 import sys
 import textwrap
 import warnings
@@ -28,6 +29,8 @@ pytest.register_assert_rewrite("agreeing", "cached_functions", "helpers", "scrip
 # Otherwise every process that a test starts compiles every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some of them press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Lets each test process, and the processes it starts, measure without waiting for other test processes.
 os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 

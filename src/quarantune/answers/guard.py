@@ -25,6 +25,8 @@ def why_not(origin: Origin, call: KeyedCall) -> str:
         return "its kernels have configs, and choose for themselves"
     if function.options.numerics != ROUNDING:
         return f"numerics={function.options.numerics!r} needs a config that was measured for the call"
+    if not function.options.is_by_time and origin is Origin.ESTIMATED:
+        return "its objective is not the time that a compile check estimates"
     if function.options.max_device_memory is not None and origin is not Origin.ESTIMATED:
         return "max_device_memory needs a config that was measured for the call"
     return ""

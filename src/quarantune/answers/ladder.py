@@ -64,7 +64,7 @@ class Ladder:
             if now.may_tune and self._must_tune(call.id, now):  # no other thread has tuned it
                 now = dataclasses.replace(now, start_over=True)
             answer = first(rungs, call, now) or _DEFAULTS
-        if answer.origin in (Origin.NEAREST, Origin.RULE) and not now.keeps_others:
+        if answer.origin in (Origin.NEAREST, Origin.RULE, Origin.ESTIMATED) and not now.keeps_others:
             return dataclasses.replace(answer, lasts=False)
         return answer
 

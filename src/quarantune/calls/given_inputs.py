@@ -67,13 +67,18 @@ def _block() -> set_autotune_inputs | None:
     return next(reversed(_blocks.get()), None)
 
 
+def are_in_force() -> bool:
+    """Returns whether a `set_autotune_inputs` block is around this code."""
+    return _block() is not None
+
+
 def are_given(supply: str | Callable[..., Any]) -> bool:
     """Returns whether the user chose the arguments that sweeps run with.
 
     Args:
         supply: the author's option.
     """
-    return _block() is not None or callable(supply)
+    return are_in_force() or callable(supply)
 
 
 def arguments(

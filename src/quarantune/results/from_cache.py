@@ -15,7 +15,7 @@ from quarantune.cache.journal import Journal, conclusions
 from quarantune.cache.store import Store
 from quarantune.results.report_data import CallShare, PlainResult, ResultData
 from quarantune.rules.rule import FIELD, Rule
-from quarantune.values.codec import JsonObject, canonical_json, frozen, text_of
+from quarantune.values.codec import JsonObject, canonical_json, frozen, short_hash, text_of
 from quarantune.values.configs import format_config
 from quarantune.values.texts import shown
 from quarantune.values.trial import Findings, Outcome, Trial, is_same_program
@@ -67,7 +67,9 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     name, key, device = cache_key
     shares, by = shares_of(entry)
     # Several calls together have no journal: one of this key is of a sweep for one of them.
-    journal = [] if shares else Journal(directory, name, device, key).trials()
+    measured = entry.get("arguments")  # with a `key_fn`, the journal also has trials of other calls of the key
+    arguments = short_hash(canonical_json(measured[0])) if isinstance(measured, list) and measured else None
+    journal = [] if shares else Journal(directory, name, device, key, arguments=arguments).trials()
     trials = {text_of(trial.config): trial for trial in journal}
     finalists, tie, default = [], [], None
     findings, is_concluded = Findings.from_json(entry), False

@@ -199,17 +199,31 @@ class Jobs:
     def settle_held(self) -> None:
         """Ends the held jobs whose earlier trials count, and runs the others.
 
+        A trial that was stopped early counts if this sweep has a faster config, too; its job waits until that is known.
         The defaults run if another config needs measuring, or may yet need it, because it needs their output.
         """
         recall = self._plan.recall
         defaults = [job for job in self._held if self._reference.is_default(job.index)]
         if recall.reference is not None or not self._defaults_left:
-            for job in [job for job in self._held if job not in defaults]:
-                self._end_held(job, recall.trial(job.program))
+            found = [(job, recall.trial(job.program)) for job in self._held if job not in defaults]
+            for job, trial in found:
+                if trial is None or not trial.is_bound:
+                    self._end_held(job, trial)
+            if self.unfinished == sum(1 + len(job.same_program) for job in self._held):
+                best_ms = self._best_ms(defaults)
+                for job, trial in found:
+                    if trial is not None and trial.is_bound:
+                        self._end_held(job, trial if (trial.own_ms or 0) > best_ms else None)
         runs = self._is_measuring or self.may_come
         if runs or self.unfinished == sum(1 + len(job.same_program) for job in defaults):
             for job in defaults:
                 self._end_held(job, None if runs else recall.trial(job.program))
+
+    def _best_ms(self, held: Sequence[Job]) -> float:
+        """Returns the time of the fastest config so far, or of a held one that may win."""
+        trials = [self._plan.recall.trial(job.program) for job in held if job.index != UNTUNED]
+        times = [trial.own_ms for trial in trials if trial is not None and trial.is_usable]
+        return min((ms for ms in (self._fastest.best_median_ms, *times) if ms is not None), default=math.inf)
 
     def _end_held(self, job: Job, trial: Trial | None) -> None:
         self._held.remove(job)
@@ -219,7 +233,7 @@ class Jobs:
             self._is_measuring |= not self._reference.is_default(job.index)
             self.again(job)
             return
-        trial = dataclasses.replace(trial, config=job.config)
+        trial = scored(dataclasses.replace(trial, config=job.config, score=None), self._plan.objective)
         if trial.is_usable and trial.own_ms is not None:
             self._fastest.note_time(job.index, trial.own_ms)
         job.ended(trial, "")

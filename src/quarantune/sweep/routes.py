@@ -156,8 +156,9 @@ class Routes:
         """Compares the fastest configs, unless an earlier sweep has compared their programs."""
         untuned = self._reference.untuned
         known = {**self._request.ledger.trials, **({} if untuned is None else {UNTUNED: untuned})}
-        if (final := self._request.recall.final({index: known[index] for index in contenders})).rounds_ms:
-            return final
+        recalled = self._request.recall.final({index: known[index] for index in contenders})
+        if recalled.rounds_ms and self._request.options.is_by_time:  # no record has the scores of a final's rounds
+            return recalled
         last = self._opened[-1] if self._opened else self._new_scheduler([*self._with_device(1, NOTHING_MORE)][-1])
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)

@@ -18,6 +18,7 @@ from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.cache.problems import CacheWriteError
 from quarantune.cache.sweeps import Beginning, Ending, Moment, SweepState
+from quarantune.calls import given_inputs
 from quarantune.calls.key import KeyedCall
 from quarantune.functions import versions
 from quarantune.scheduler.recall import Recall, comparable
@@ -77,8 +78,14 @@ class ClaimAndJournal:
         described = [each for each in call.values.values() if isinstance(each, dict)]
         arrays = sorted(canonical_json(each) for each in described if "shape" in each or each.get("leaves"))
         self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))
-        parts = call.call.function.fingerprint.parts
-        self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
+        parts, options = call.call.function.fingerprint.parts, call.call.function.options
+        terms: JsonObject = {name: parts[name] for name in parts if name.startswith("option:")}
+        terms["jax"] = call.jax_state  # some of its options change the compilation alone
+        if callable(options.ref_fn) or options.check_fn is not None:  # they also get the other arguments
+            terms["arguments"] = call.values
+        if given_inputs.are_in_force():
+            terms["inputs"] = "given"  # what other inputs show is not known
+        self._terms = short_hash(canonical_json(terms))
         self._ended: collections.Counter[int] = collections.Counter()  # by the config's index; see `ended_processes`
         self._is_noted = self._has_trials = False
         self._unsaved: CacheWriteError | None = None
@@ -215,8 +222,8 @@ class ClaimAndJournal:
     def recall(self, options: Options, *, start_over: bool) -> Recall:
         """Returns the trials of earlier sweeps by program, whatever the code was.
 
-        They come from calls with the same arrays, whatever the other arguments. Trials judged by other options do
-        not count.
+        They come from calls with the same arrays, whatever the other arguments that no `ref_fn` or `check_fn` gets.
+        Trials judged by other options do not count, and none does in a block of `set_autotune_inputs`.
 
         Args:
             options: the author's options.
@@ -224,7 +231,8 @@ class ClaimAndJournal:
         """
         known = self._keys.records()
         self._is_noted = {"key": self._id.key, "terms": self._terms} in known
-        alike = [] if start_over else [each for each in known if each.get("terms") == self._terms]
+        has_own_inputs = given_inputs.are_in_force()
+        alike = [each for each in known if each.get("terms") == self._terms and not (start_over or has_own_inputs)]
         latest = [*dict.fromkeys(key for each in alike if isinstance(key := each.get("key"), str))][-_MOST_KEYS:]
         trials: dict[tuple[str, str], Trial] = {}
         finals: list[list[Trial]] = []
@@ -270,6 +278,10 @@ class ClaimAndJournal:
             if counts and not trial.is_ruled_out:  # the faster config may no longer be among the configs
                 when = trial.recalled_from or trial.ended_s
                 trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
+        usable = [trial.own_ms for index, trial in trials.items() if trial.is_usable and configs.keeps(index)]
+        best_ms = min((ms for ms in usable if ms is not None), default=math.inf)
+        for index in [index for index, trial in trials.items() if trial.is_bound and (trial.own_ms or 0) <= best_ms]:
+            del trials[index]  # the faster config that stopped it may no longer be among the configs
         for index, times in self._ended.items():
             if times >= _FATAL:
                 trials[index] = Trial(
@@ -320,6 +332,7 @@ class ClaimAndJournal:
         record = {
             "trial": trial.to_json(),
             "limits": self._limits.deadlines(),
+            "memory_limit": self._limits.memory_limit_bytes,
             "versions": self._versions,
             **({"reference": reference} if trial.program else {}),
         }
@@ -438,7 +451,15 @@ class ClaimAndJournal:
             return False
         if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
             return False
+        if trial.outcome is Outcome.OOM and _has_more(self._limits, record.get("memory_limit")):
+            return False
         return not self._demands_versions or record["versions"] == self._versions
+
+
+def _has_more(limits: SweepLimits, then: object) -> bool:
+    """Returns whether workers may use more memory than under an earlier limit in bytes; None is no explicit limit."""
+    now = limits.memory_limit_bytes
+    return isinstance(then, (int, float)) and (now is None or now > then)
 
 
 def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:

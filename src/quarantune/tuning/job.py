@@ -522,7 +522,8 @@ class TuningJob:
         executable = None
         if self._keyed.axes is None:  # otherwise the executable takes the arrays of all shards
             self._tuning.seeds.add(swept.compiled.get(winner, {}))
-            executable = swept.executables.get(winner)
+            if not self._options.time_grad:  # otherwise the executable returns the gradients, too
+                executable = swept.executables.get(winner)
         return call_result(
             self._keyed,
             best.config,

@@ -189,14 +189,14 @@ def test_merged_caches_keep_measured_results(tmp_path: Path, cache_dir: Path) ->
 def test_an_estimate_is_used_until_a_result_is_measured(
     tmp_path: Path, cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(cache_dir, kernel(), ESTIMATED)
+    fn = kernel()
+    save(cache_dir, fn, ESTIMATED)
     with quarantune.settings(on_miss="error"):
-        kernel()(X)
+        fn(X)
     assert sweeps == []
     save(tmp_path / "table", kernel(), MEASURED)
     with quarantune.settings(on_miss="error", cache_path=str(tmp_path / "table")):
         assert kernel().lookup(X) == {"n": 3}
-    fn = kernel()
     fn(X)
     assert sweeps == ["scale"], "an estimate is a miss if misses are tuned"
     (entry,) = [entry for entries in Store(cache_dir).read("scale").values() for entry in entries.values()]

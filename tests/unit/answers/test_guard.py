@@ -180,6 +180,7 @@ def test_each_unmeasured_origin_is_judged_by_the_promises(name: str) -> None:
     assert refused() == set()
     assert refused(numerics="bitwise") == {Origin.ESTIMATED, Origin.RULE, Origin.NEAREST}
     assert refused(max_device_memory="1MB") == {Origin.RULE, Origin.NEAREST}, "an estimate was compiled for the call"
+    assert refused(objective=lambda trial: trial.time_ms) == {Origin.ESTIMATED}
 
 
 def test_the_nearest_entry_of_a_contextual_function_is_not_named(name: str) -> None:
