@@ -332,7 +332,7 @@ class ClaimAndJournal:
         record = {
             "trial": trial.to_json(),
             "limits": self._limits.deadlines(),
-            "memory_limit": self._limits.memory_limit_bytes,
+            **({} if (memory := self._limits.memory_limit_bytes) is None else {"memory_limit": memory}),
             "versions": self._versions,
             **({"reference": reference} if trial.program else {}),
         }

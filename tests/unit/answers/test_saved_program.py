@@ -254,9 +254,12 @@ def test_a_sweep_after_an_edit_measures_what_it_has_changed(
     before, after, measured = EDITS[edit]
     first = load(tmp_path, KERNEL).tune(X)
     again = load(tmp_path, KERNEL.replace(before, after)).tune(X, resume=True)
-    assert [sorted(each) for each in swept] == [[1, 2, 3], *([measured] if measured else [])]
-    assert sorted(trial.config["n"] for trial in again.trials if trial.recalled_from is None) == measured
-    if not measured:
+    # A config that was stopped early runs again, unless another is as fast as the one that stopped it.
+    stopped = {trial.config["n"] for trial in first.trials if trial.outcome is Outcome.SLOW}
+    ran = {trial.config["n"] for trial in again.trials if trial.recalled_from is None}
+    assert {*measured} <= ran <= {*measured} | stopped
+    assert [{*each} for each in swept] == [{1, 2, 3}, *([ran] if ran else [])]
+    if not ran:
         assert again.best_config == first.best_config
         assert again.time_ms == first.time_ms, "the final is not repeated"
 
