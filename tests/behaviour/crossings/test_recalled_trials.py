@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ends
 from tuned_functions import here
 
 import quarantune
@@ -106,7 +107,7 @@ def test_given_inputs_judge_outputs_anew(name: str) -> None:
         return jnp.sort(x) if n == 1 else x  # right for inputs in order only
 
     with here():
-        assert [trial.outcome for trial in ordered.tune(X, 0).trials] == [Outcome.OK, Outcome.OK]
+        assert ends(ordered.tune(X, 0).trials) == ["ok", "ok"]
         with quarantune.set_autotune_inputs(-X, 1):
             again = ordered.tune(X, 1, resume=True)
     assert again.trials[1].outcome is Outcome.WRONG
